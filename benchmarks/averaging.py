@@ -20,11 +20,12 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.utils import parameters_to_vector
 
+from benchmarks.gloo import join_gloo
+from benchmarks.options import print_remarks
 from benchmarks.peers import EVERY, PeerRow, compare_steps, hold, rows_of
-from orchestra.bench.step import RATE, BenchmarkModel, Contest, block_of, our_step, plain_step
-from orchestra.bench.timing import Progress, join_gloo
-from orchestra.bench.turns import Blocks, take_turns
-from orchestra.cli.bench import print_remarks
+from benchmarks.step import RATE, BenchmarkModel, Contest, block_of, our_step, plain_step
+from benchmarks.turns import Blocks, take_turns
+from orchestra.calibration.timing import Progress
 from orchestra.cli.main import guarded
 from orchestra.engines.processes.launch import LOOPBACK
 from orchestra.engines.processes.system import die_with_parent

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestra.bench.ratios import Ratio
-from orchestra.cli.terminal import Parser, print_table
+from benchmarks.ratios import Ratio
+from orchestra.cli.parser import Parser
+from orchestra.cli.terminal import print_table
 from orchestra.errors import InputError
 
 MEASURES = {"ratio": "time", "processor_ratio": "processor"}

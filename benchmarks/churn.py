@@ -23,9 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestra.cli.bench import bench_parser, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    read_options,
+    write_figures,
+)
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.errors import RunFailed
 
 RANKS, LEAST = 3, 2
@@ -178,7 +183,7 @@ def _tell(tell: Callable[[str, float], None], part: float, text: str) -> None:
     tell(text, part)
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def table_of(rows: Sequence[Row]) -> PrintedTable:
     headings = [
         "strategy",
         "undisturbed",
@@ -196,7 +201,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]  # fmt: skip
-    print_table("accuracy: median (least to most) over the seeds", headings, lines)
+    return PrintedTable("accuracy: median (least to most) over the seeds", headings, lines)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -216,8 +221,9 @@ def main(arguments: Sequence[str]) -> int:
         for place, label in enumerate(labels):
             told = partial(_tell, tell, place / len(labels))
             rows.append(row(label, options.seeds, options.steps, told))
-    print_rows(rows)
-    write_figures(options.json, "churn", rows)
+    table = table_of(rows)
+    table.show()
+    write_figures(options.json, "churn", rows, [table], options.command)
     return 0
 
 

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 import orchestra.shm  # noqa: F401  (registers the backend)
 from benchmarks import before, mpi
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.timing import Progress, join_gloo, run_ranks
-from orchestra.bench.turns import Blocks, of_all_ranks, processor, take_turns, wall
-from orchestra.cli.bench import (
+from benchmarks.gloo import join_gloo
+from benchmarks.options import (
+    PrintedTable,
     bench_parser,
     listed,
     print_remarks,
@@ -29,8 +28,11 @@ from orchestra.cli.bench import (
     read_options,
     write_figures,
 )
+from benchmarks.ratios import Ratio
+from benchmarks.turns import Blocks, of_all_ranks, processor, take_turns, wall
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.collectives import all_reduce
 from orchestra.schedules import ALL_REDUCE
 from orchestra.transports.protocol import Group
@@ -284,16 +286,13 @@ def _product() -> Callable[[], object]:
     return partial(torch.mm, matrix, matrix)
 
 
-def print_rows(rows: Iterable[CollectiveRow]) -> None:
-    """A table for each way: one line for each size, algorithm and number of ranks."""
+def tables_of(rows: Iterable[CollectiveRow]) -> Iterator[PrintedTable]:
+    """Yield a table for each way: one line for each size, algorithm and number of ranks."""
     for over, group in groupby(rows, lambda row: row.over):
         lines = [_line(row) for row in group]
         columns = HEADINGS if over == MEMORY else HEADINGS[:-3]
-        print_table(f"all-reduces over {over}", columns, [line[: len(columns)] for line in lines])
-    print_remarks(
-        "Ratios below 1: ours takes less than gloo, or MPI; in brackets the 95 % interval. "
-        "Processor: ms of all ranks together."
-    )
+        cut = [line[: len(columns)] for line in lines]
+        yield PrintedTable(f"all-reduces over {over}", columns, cut)
 
 
 KEYS = ("algorithm", "ranks", "over", "size", "computing")
@@ -348,8 +347,14 @@ def main(arguments: list[str]) -> int:
         # Also what was measured before Ctrl-C
         if rows:
             rows.sort(key=lambda row: ways.index(row.over))
-            print_rows(rows)
-            write_figures(options.json, "collectives", rows)
+            tables = list(tables_of(rows))
+            for table in tables:
+                table.show()
+            print_remarks(
+                "Ratios below 1: ours takes less than gloo, or MPI; in brackets the 95 % interval. "
+                "Processor: ms of all ranks together."
+            )
+            write_figures(options.json, "collectives", rows, tables, options.command)
     if MEMORY in ways and not mpi.is_there():
         print(f"No figures of MPI: {mpi.INSTALL}.")
     if earlier is None:

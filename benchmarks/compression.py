@@ -14,9 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    print_remarks,
+    read_options,
+    write_figures,
+)
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table
 from orchestra.compression.base import Compressor, Context, Encoder
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
@@ -113,7 +118,8 @@ def _steps(
     yield from (each.nbytes for each in compressor.rounds([values], residuals, [context]))
 
 
-def _print(rows: Sequence[CompressionRow]) -> None:
+def table_of(rows: Sequence[CompressionRow]) -> PrintedTable:
+    """Return the table with a line for each compressor."""
     headings = ("", "encode", "decode", "encode, passes", "decode, passes", "bytes", "error")
     lines = [
         (
@@ -123,10 +129,7 @@ def _print(rows: Sequence[CompressionRow]) -> None:
         )
         for row in rows
     ]  # fmt: skip
-    print_table(f"a gradient of {SHAPE[0]} x {SHAPE[1]}", headings, lines)
-    print_remarks(
-        "Passes: multiples of own += 0.5 other over the same elements. Bytes: of float32."
-    )
+    return PrintedTable(f"a gradient of {SHAPE[0]} x {SHAPE[1]}", headings, lines)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,8 +139,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     torch.set_num_threads(1)
     rows = bench_compression(rounds=options.rounds)
-    _print(rows)
-    write_figures(options.json, "compression", rows)
+    table = table_of(rows)
+    table.show()
+    print_remarks(
+        "Passes: multiples of own += 0.5 other over the same elements. Bytes: of float32."
+    )
+    write_figures(options.json, "compression", rows, [table], options.command)
     return 0
 
 

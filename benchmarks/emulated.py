@@ -17,13 +17,20 @@ import torch
 from torch import nn
 
 from benchmarks import before
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.step import BenchmarkModel, Contest, measure
-from orchestra.bench.timing import Progress, run_ranks
-from orchestra.bench.turns import Blocks, of_all_ranks, processor, wall
-from orchestra.cli.bench import bench_parser, listed, print_remarks, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    listed,
+    print_remarks,
+    read_options,
+    write_figures,
+)
+from benchmarks.ratios import Ratio
+from benchmarks.step import BenchmarkModel, Contest, measure
+from benchmarks.turns import Blocks, of_all_ranks, processor, wall
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.cluster import Cluster, Link, NetworkSwitch, Node
 from orchestra.engines.emulation.network import NODE_END
 from orchestra.engines.emulation.nodes import EmulatedCluster
@@ -171,8 +178,8 @@ def row_of(nodes: Nodes, model: BenchmarkModel, runs: Sequence[Blocks]) -> Emula
     )  # fmt: skip
 
 
-def print_rows(rows: Sequence[EmulatedRow]) -> None:
-    """A line for each model on each kind of nodes."""
+def table_of(rows: Sequence[EmulatedRow]) -> PrintedTable:
+    """Return the table with a line for each model on each kind of nodes."""
     lines = [
         (
             row.nodes,
@@ -191,13 +198,12 @@ def print_rows(rows: Sequence[EmulatedRow]) -> None:
         "model",
         "ring, ms",
         "DDP, ms",
-        "ratio",
+        "time ratio",
         "runs",
-        "processor",
+        "processor time ratio",
         "DDP's buckets",
     )
-    print_table(f"a step over {GIGABITS:g} Gbit/s", headings, lines)
-    print_remarks("Ratios below 1: the ring is faster; in brackets the 95 % interval.")
+    return PrintedTable(f"a step over {GIGABITS:g} Gbit/s", headings, lines)
 
 
 def main(arguments: list[str]) -> int:
@@ -222,8 +228,10 @@ def main(arguments: list[str]) -> int:
                 rows.append(row)
     finally:
         if rows:
-            print_rows(rows)
-            write_figures(options.json, "emulated", rows)
+            table = table_of(rows)
+            table.show()
+            print_remarks("Ratios below 1: the ring is faster; in brackets the 95 % interval.")
+            write_figures(options.json, "emulated", rows, [table], options.command)
     if earlier is None:
         return 0
     return min(before.print_changes(KEYS, rows, earlier), 1)

@@ -22,21 +22,23 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests import warm
-from tests.commands import ROOT, Ended, Started
+from tests.support import warm
+from tests.support.commands import Ended, Started
+from tests.support.paths import ROOT
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestra.cli.bench import bench_parser, read_options, write_figures
+from benchmarks.options import bench_parser, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import print_table, progress_line
 from orchestra.engines.injection import LOG, VARIABLE, Inject, injected
+from orchestra.engines.processes.watcher import BY_MESSAGES
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.base import refusal_of
@@ -88,6 +90,10 @@ SETTINGS: dict[str, tuple[str, int]] = {
     "in groups: gossip": ("Gossip()", 3),
     "in groups: push-sum": ("StochasticGradientPush()", 3),
     "in groups: server": ("ParameterServer()", 3),
+    "in groups: servers beside": ("ParameterServer(servers=2, placement='beside')", 3),
+    "in groups: phases": (
+        "Switch(AllReduce(), ParameterServer(), when=AfterSteps(8), moments='reset')", 3
+    ),
     "in groups: asynchronous": (f"ParameterServer({ASYNCHRONOUS})", 3),
     "in groups: elastic": ("ElasticAveraging(4)", 3),
     "in groups: pairwise": ("PairwiseAveraging()", 3),
@@ -136,7 +142,7 @@ TO_AGENT = {
     "Ctrl-C": signal.SIGINT,
 }
 """What torchrun's agent gets in place of a fault in the launcher. The campaign sends it, while the
-operation is delayed: a rank that is forked by `tests.warm` has another parent."""
+operation is delayed: a rank that is forked by `tests.support.warm` has another parent."""
 HARMLESS = ("pause", "delay", "strangers")
 
 
@@ -170,6 +176,7 @@ class Trial:
     more: tuple[Inject, ...]  # before it, or in the resumed run
     shared_memory: bool
     width: int  # of the model
+    compiled: bool = True  # whether compiled code may move collectives between hosts
 
     @staticmethod
     def of(seed: int, number: int) -> Trial:
@@ -179,7 +186,7 @@ class Trial:
         settings = list(SETTINGS)
         faults = list(FAULTS)
         random.Random(seed).shuffle(settings)
-        # Both counts are prime: every pair comes once in their product.
+        # Both counts have no common factor: every pair comes once in their product.
         setting, fault = settings[number % len(settings)], faults[number % len(faults)]
         strategy, ranks = SETTINGS[setting]
         roles = parse(strategy, STRATEGIES, where="campaign").roles(ranks)
@@ -331,6 +338,8 @@ def _run(
     temporary.mkdir()
     shared = "1" if trial.shared_memory else "0"
     given = {"TMPDIR": str(temporary), "ORCHESTRA_SHARED_MEMORY": shared, **variables}
+    if not trial.compiled:
+        given["ORCHESTRA_COMPILED"] = "0"
     given.update(warm.variables())
     named = _in_shared_memory()
     with Started(trial.command(), folder, given) as command:
@@ -377,7 +386,8 @@ def _entry(folder: Path) -> dict[str, Any]:
 
 
 def _told(error: str) -> list[str]:
-    return [line for line in error.splitlines() if line.startswith("orchestra: ")]
+    lines = [line for line in error.splitlines() if line.startswith("orchestra: ")]
+    return [line for line in lines if BY_MESSAGES not in line]
 
 
 def _last(error: str) -> str:
@@ -562,23 +572,47 @@ check that each ends as it should, and resumes. A number names a trial of a seed
 """
 
 
-def campaign(seed: int, numbers: Sequence[int], tell: Callable[[str, float], None]) -> list[Result]:
-    """Carry out the trials with these `numbers`."""
-    results = []
-    for place, number in enumerate(numbers):
-        trial = Trial.of(seed, number)
+def campaign(trials: Sequence[Trial], tell: Callable[[str, float], None]) -> Iterator[Result]:
+    """Carry out the trials, and yield what each has shown."""
+    for place, trial in enumerate(trials):
         with tempfile.TemporaryDirectory(prefix="orchestra-faults-") as name:
             try:
-                results.append(run_trial(trial, Path(name)))
+                result = run_trial(trial, Path(name))
             except Exception as error:  # of this trial alone
                 problem = f"{type(error).__name__}: {error}"
-                results.append(Result(trial, problems=[problem]))
-        result = results[-1]
+                result = Result(trial, problems=[problem])
         if result.problems:
-            print(f"{number} {trial.setting}, {trial.fault}: {'; '.join(result.problems)}")
+            print(f"{trial.number} {trial.setting}, {trial.fault}: {'; '.join(result.problems)}")
             print(f"    {trial.inject!r}", flush=True)
-        tell(f"{trial.setting}, {trial.fault}", (place + 1) / len(numbers))
-    return results
+        tell(f"{trial.setting}, {trial.fault}", (place + 1) / len(trials))
+        yield result
+
+
+def counts_alike(trial: Trial) -> bool:
+    """Return whether the operation of the fault is the same one, whatever moves collectives: where
+    it is compiled code, they send no messages of their own."""
+    alike = trial.inject.at in ("start", "gradient", "collective", "step", "write")
+    return alike and not trial.more and not trial.shared_memory
+
+
+def compared(results: Sequence[Result]) -> int:
+    """Print the trials that end otherwise with compiled code than without, which take turns in
+    `results`; return how many do."""
+    unlike = 0
+    for one, other in zip(results[::2], results[1::2], strict=False):  # the last may be alone
+        ends = [(r.fired, r.status, r.outcome, _without_places(r.cause)) for r in (one, other)]
+        if ends[0] != ends[1]:
+            unlike += 1
+            print(
+                f"{one.trial.number} {one.trial.setting}, {one.trial.fault}, {one.trial.inject!r}"
+            )
+            print(f"    compiled:    {ends[0]}\n    by messages: {ends[1]}")
+    print(f"{len(results) // 2} trials both ways, {unlike} ended otherwise")
+    return unlike
+
+
+def _without_places(cause: str) -> str:
+    return re.sub(r"/\S*/out/|\d+(\.\d+)? s\b", "", cause)
 
 
 def print_results(results: Sequence[Result]) -> None:
@@ -638,6 +672,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.option("--only", "NUMBER", "this trial alone", type=int)
     parser.option("--first", "NUMBER", "the first trial (default: 0)", type=int, default=0)
     parser.option("--setting", "TEXT", "only trials of settings whose name has this", default="")
+    parser.flag(
+        "--both-ways", "each trial with compiled collectives and without; only over sockets, and "
+        "faults at operations that both count alike",
+    )  # fmt: skip
     options = read_options(parser, arguments)
     if options.count < 1 or options.first < 0:
         raise InputError("--count has to be 1 at least, and --first 0")
@@ -647,10 +685,27 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(
             f"--setting {options.setting}: no setting's name has it: {', '.join(SETTINGS)}"
         )
+    if options.both_ways:
+        wanted = (n for n in wanted if counts_alike(Trial.of(options.seed, n)))
     numbers = list(itertools.islice(wanted, options.count))
-    with progress_line() as tell:
-        results = campaign(options.seed, numbers if options.only is None else [options.only], tell)
-    print_results(results)
+    trials = [
+        Trial.of(options.seed, n) for n in (numbers if options.only is None else [options.only])
+    ]
+    if options.both_ways:
+        trials = [replace(trial, compiled=way) for trial in trials for way in (True, False)]
+    results: list[Result] = []
+    try:
+        with progress_line() as tell:
+            for result in campaign(trials, tell):
+                results.append(result)
+    finally:  # also what there is at Ctrl-C
+        print_results(results)
+        _write(options.json, results)
+    unlike = compared(results) if options.both_ways else 0
+    return 1 if unlike or any(result.problems for result in results) else 0
+
+
+def _write(path: Path | None, results: Sequence[Result]) -> None:
     lines = [
         Line(
             r.trial.number, r.trial.setting, r.trial.fault, repr(r.trial.inject), r.fired, r.status,
@@ -658,8 +713,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         for r in results
     ]  # fmt: skip
-    write_figures(options.json, "faults", lines)
-    return 1 if any(result.problems for result in results) else 0
+    write_figures(path, "faults", lines)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Losses of ranks in a loop of the user's own, at random operations.
 
-A trial is the script `tests/elastic_loop.py` on two to four ranks under all-reduce, of which one,
-but not the first, is killed. Where it had begun to train, all others have to end well, with equal
-models after each epoch.
+A trial is the script `tests/support/elastic_loop.py` on two to four ranks under all-reduce, of
+which one, but not the first, is killed. Where it had begun to train, all others have to end well,
+with equal models after each epoch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import warm
-from tests.elastic_ranks import ranks, written
+from tests.support import warm
+from tests.support.elastic_ranks import ranks, written
 
-from orchestra.cli.bench import bench_parser, read_options, write_figures
+from benchmarks.options import bench_parser, read_options, write_figures
 from orchestra.cli.main import guarded
 from orchestra.cli.terminal import progress_line
 

@@ -24,10 +24,18 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.timing import Progress, join_gloo
-from orchestra.cli.bench import bench_parser, listed, print_remarks, read_options, write_figures
+from benchmarks.gloo import join_gloo
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    listed,
+    print_remarks,
+    read_options,
+    write_figures,
+)
+from orchestra.calibration.timing import Progress
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.cluster.file import read_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.emulation.network import NODE_END
@@ -216,12 +224,12 @@ def _trained(
             if engine == "simulation" and "loss became" in str(error):
                 return None
             raise
-    if record.status == "stopped":
+    if record.ending.status == "stopped":
         raise KeyboardInterrupt
-    assert record.train_seconds is not None
+    assert record.time.training is not None
     return MixedRow(
-        cluster, label, seed, record.time_to_target_seconds, record.metrics[METRIC],
-        record.train_seconds, *tuning,
+        cluster, label, seed, record.to_target.seconds, record.learned.metrics[METRIC],
+        record.time.training, *tuning,
     )  # fmt: skip
 
 
@@ -318,8 +326,8 @@ def _hooked(model: DistributedDataParallel, job: Job, runtime: Runtime) -> Any:
     return optimizer
 
 
-def print_rows(subject: Subject, rows: Sequence[MixedRow]) -> None:
-    """A table for each cluster; ratios are to Orchestra's best strategy there."""
+def tables_of(rows: Sequence[MixedRow]) -> Iterator[PrintedTable]:
+    """Yield a table for each cluster; ratios are to Orchestra's best strategy there."""
     for cluster in dict.fromkeys(row.cluster for row in rows):
         group = [row for row in rows if row.cluster == cluster]
         by_label = {
@@ -341,11 +349,7 @@ def print_rows(subject: Subject, rows: Sequence[MixedRow]) -> None:
             for label, found in sorted(by_label.items(), key=lambda pair: times[pair[0]])
         ]
         headings = ("", "s to target", "to our best", METRIC, "s in all", "batch", "rate")
-        print_table(cluster, headings, lines)
-    print_remarks(
-        f"Seconds of {subject.task} to {METRIC} {subject.at_least} on {RANKS} emulated nodes: "
-        "medians of seeds."
-    )
+        yield PrintedTable(cluster, headings, lines)
 
 
 def _median(rows: Sequence[MixedRow]) -> float:
@@ -369,8 +373,14 @@ def main(arguments: list[str]) -> int:
                 rows.append(row)
     finally:
         if rows:
-            print_rows(subject, rows)
-            write_figures(options.json, "mixed", rows)
+            tables = list(tables_of(rows))
+            for table in tables:
+                table.show()
+            print_remarks(
+                f"Seconds of {subject.task} to {METRIC} {subject.at_least} on {RANKS} emulated "
+                "nodes: medians of seeds."
+            )
+            write_figures(options.json, "mixed", rows, tables, options.command)
     return 0
 
 

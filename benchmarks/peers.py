@@ -23,8 +23,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.step import (
+from benchmarks.gloo import join_gloo
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    listed,
+    print_remarks,
+    rank_counts,
+    read_options,
+    write_figures,
+)
+from benchmarks.ratios import Ratio
+from benchmarks.step import (
     ALONE,
     RATE,
     SUBJECTS,
@@ -35,18 +45,10 @@ from orchestra.bench.step import (
     our_step,
     plain_step,
 )
-from orchestra.bench.timing import Progress, join_gloo, run_ranks
-from orchestra.bench.turns import Blocks, of_all_ranks, take_turns, wall
-from orchestra.cli.bench import (
-    bench_parser,
-    listed,
-    print_remarks,
-    rank_counts,
-    read_options,
-    write_figures,
-)
+from benchmarks.turns import Blocks, of_all_ranks, take_turns, wall
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
@@ -236,11 +238,11 @@ def _accelerate(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]
     )
 
 
-def print_rows(rows: Sequence[PeerRow]) -> None:
-    """A table for each model and number of ranks."""
+def tables_of(rows: Sequence[PeerRow]) -> Iterator[PrintedTable]:
+    """Yield a table for each model and number of ranks."""
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
         lines = [_line(row) for row in group]
-        print_table(f"{model}, {ranks} ranks", HEADINGS, lines)
+        yield PrintedTable(f"{model}, {ranks} ranks", HEADINGS, lines)
 
 
 def _line(row: PeerRow) -> tuple[str, ...]:
@@ -266,8 +268,10 @@ def compare_steps(
     subjects = list(listed("--models", options.models, SUBJECTS).values())
     with progress_line() as tell:
         rows = list(bench(rank_counts(options.ranks), options.rounds, subjects, tell))
-    print_rows(rows)
-    write_figures(options.json, name, rows)
+    tables = list(tables_of(rows))
+    for table in tables:
+        table.show()
+    write_figures(options.json, name, rows, tables, options.command)
 
 
 def main(arguments: list[str]) -> int:

@@ -29,9 +29,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import orchestra
-from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    print_remarks,
+    read_options,
+    write_figures,
+)
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.tasks import Task
 
 RANKS, VICTIM = 4, 2
@@ -177,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds = seconds_lost(partial(contestants[label], MODELS[size]))
             found.setdefault((size, label), []).append(seconds)
     rows = [Row(*key, statistics.median(seconds), seconds) for key, seconds in found.items()]
-    print_table(
+    table = PrintedTable(
         "seconds from the kill of one of 4 ranks to the next step of the others",
         ("trained with", "model", "median", "least", "most"),
         [
@@ -185,10 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in rows
         ],
     )
+    table.show()
     text = "torchft waits for heartbeats for 5 s, and 60 s for others to join, unless time-outs "
     text += "are short: 0.5 s each."
     print_remarks(text if there else "No figures of torchft: install torchft-nightly.")
-    write_figures(options.json, "recovery", rows)
+    write_figures(options.json, "recovery", rows, [table], options.command)
     return 0
 
 

@@ -25,12 +25,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import rpc
 
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.timing import Progress, join_gloo, run_ranks
-from orchestra.bench.turns import take_turns, wall
-from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
+from benchmarks.gloo import join_gloo
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    print_remarks,
+    read_options,
+    write_figures,
+)
+from benchmarks.ratios import Ratio
+from benchmarks.turns import take_turns, wall
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
@@ -377,8 +384,8 @@ def _ray(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     return block
 
 
-def print_rates(rows: Sequence[ServerRow]) -> None:
-    """One line for each number of workers, size and way."""
+def table_of(rows: Sequence[ServerRow]) -> PrintedTable:
+    """Return the table with a line for each number of workers, size and way."""
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     headings = ["workers", "size", "over", "a second", "GB/s"]
     headings += [heading for name in names for heading in (name, "ratio")]
@@ -389,13 +396,7 @@ def print_rates(rows: Sequence[ServerRow]) -> None:
         for name in names:
             line += _shown(row.peers[name]) if name in row.peers else ("", "")
         lines.append(line)
-    print_table("pushes with pulls a second, asynchronous server", headings, lines)
-    print_remarks(
-        "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, Ray, or the "
-        "bare loop; in brackets the 95 % interval."
-    )
-    if not _ray_if_there():
-        print_remarks("No figures of a Ray actor: install ray.")
+    return PrintedTable("pushes with pulls a second, asynchronous server", headings, lines)
 
 
 def _shown(peer: Peer) -> tuple[str, str]:
@@ -409,8 +410,15 @@ def main(arguments: list[str]) -> int:
     )
     with progress_line() as tell:
         rows = bench_server(rounds=options.rounds, on_progress=tell)
-    print_rates(rows)
-    write_figures(options.json, "server", rows)
+    table = table_of(rows)
+    table.show()
+    print_remarks(
+        "Ratios above 1: faster than gloo's send and receive, torch.distributed.rpc, Ray, or the "
+        "bare loop; in brackets the 95 % interval."
+    )
+    if not _ray_if_there():
+        print_remarks("No figures of a Ray actor: install ray.")
+    write_figures(options.json, "server", rows, [table], options.command)
     return 0
 
 

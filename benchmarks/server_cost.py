@@ -10,12 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.timing import Progress, run_ranks
-from orchestra.bench.turns import order
-from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    print_remarks,
+    read_options,
+    write_figures,
+)
+from benchmarks.ratios import Ratio
+from benchmarks.turns import order
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.collectives import all_reduce
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.optimizers.spec import OptimizerSpec
@@ -191,18 +197,20 @@ class GivenGradient(Worker):
                 gradients.on_ready(index, index + 1)
 
 
-def print_costs(rows: Sequence[CostRow]) -> None:
-    """Print a line for each size and way."""
-    headings = ["size", "", "ring", "servers", "ratio"]
+def table_of(rows: Sequence[CostRow]) -> PrintedTable:
+    """Return the table with a line for each size and way."""
     lines = [
-        [
-            f"{row.megabytes:g} MB", row.contestant, f"{row.ring_ms:.2f} ms",
-            f"{row.servers_ms:.2f} ms", str(row.ratio),
-        ]
+        (
+            f"{row.megabytes:g} MB", row.contestant, f"{row.ring_ms:.3g}",
+            f"{row.servers_ms:.3g}", str(row.ratio),
+        )
         for row in rows
     ]  # fmt: skip
-    print_table("processor time a step, asynchronous servers beside workers", headings, lines)
-    print_remarks("Ratios below 1: the servers take less processor time than the ring.")
+    return PrintedTable(
+        "processor time a step, asynchronous servers on the workers' ranks",
+        ("size", "contestant", "ring, ms", "servers, ms", "ratio"),
+        lines,
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -212,8 +220,10 @@ def main(arguments: list[str]) -> int:
     )
     with progress_line() as tell:
         rows = bench_server_cost(options.rounds, on_progress=tell)
-    print_costs(rows)
-    write_figures(options.json, "server_cost", rows)
+    table = table_of(rows)
+    table.show()
+    print_remarks("Ratios below 1: the servers take less processor time than the ring.")
+    write_figures(options.json, "server_cost", rows, [table], options.command)
     return 0
 
 

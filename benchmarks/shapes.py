@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestra.bench.timing import Progress, run_ranks
-from orchestra.cli.bench import bench_parser, listed, print_remarks, read_options, write_figures
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    listed,
+    print_remarks,
+    read_options,
+    write_figures,
+)
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.system import peak_memory
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
@@ -238,8 +245,8 @@ class _Limited(PassingReporter):
         return self.inner.stop_requested() or time.perf_counter() > self.end
 
 
-def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
-    """One line for each strategy."""
+def table_of(rows: Sequence[ScaleRow], limit: float) -> PrintedTable:
+    """Return the table with a line for each strategy."""
     lines = [
         (
             row.label,
@@ -254,11 +261,7 @@ def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
     first = rows[0]
     title = f"{first.workers:,} workers, {first.parameters / 1e6:,.0f} million parameters"
     headings = ("strategy", "aim, s", "seconds", "processor s", "peak MB", "virtual seconds")
-    print_table(f"simulations of time alone: {title}", headings, lines)
-    print_remarks(
-        "Seconds from the settings to the reports, and those for which it had a processor: fewer, "
-        "where other programs run. Memory with Python and torch."
-    )
+    return PrintedTable(f"simulations of time alone: {title}", headings, lines)
 
 
 def _time_of(row: ScaleRow, limit: float) -> str:
@@ -291,8 +294,13 @@ def main(arguments: list[str]) -> int:
                 rows.append(row)
     finally:
         if rows:
-            print_scales(rows, options.limit)
-            write_figures(options.json, "shapes", rows)
+            table = table_of(rows, options.limit)
+            table.show()
+            print_remarks(
+                "Seconds from the settings to the reports, and those for which it had a "
+                "processor: fewer, where other programs run. Memory with Python and torch."
+            )
+            write_figures(options.json, "shapes", rows, [table], options.command)
     return 0
 
 

@@ -46,9 +46,10 @@ def main() -> None:
                     out=Path(out) / "run",
                     quiet=True,
                 )
-            formula = sum(record.by_rank[-1]["memory"].values()) / MEGABYTE
-            leader, *others = (rank["peak_memory_bytes"] / MEGABYTE for rank in record.by_rank)
-            seconds = (record.train_seconds or 0.0) / given.steps
+            formula = sum(record.machine.by_rank[-1].memory.values()) / MEGABYTE
+            peaks = (rank.peak_memory_bytes or 0 for rank in record.machine.by_rank)
+            leader, *others = (peak / MEGABYTE for peak in peaks)
+            seconds = (record.time.training or 0.0) / given.steps
             print(
                 f"| {ranks} | {level} | {formula:.0f} MB | {max(others):.0f} MB | {leader:.0f} MB "
                 f"| {seconds:.2f} |"

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import torch
 
-from orchestra.bench.ratios import Ratio
-from orchestra.bench.timing import Progress, run_ranks
-from orchestra.cli.bench import (
+from benchmarks.options import (
+    PrintedTable,
     bench_parser,
     print_remarks,
     rank_counts,
     read_options,
     write_figures,
 )
+from benchmarks.ratios import Ratio
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
@@ -48,7 +49,7 @@ own, and after each of its steps as many plain steps of one model in a loop, in 
 
 
 @dataclass(frozen=True)
-class Contest:
+class SimulationContest:
     """In a round each of `workers` workers does a step."""
 
     workers: int
@@ -75,10 +76,10 @@ def bench_simulation(
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    return [measured(Contest(count, rounds), on_progress) for count in workers]
+    return [measured(SimulationContest(count, rounds), on_progress) for count in workers]
 
 
-def measured(contest: Contest, on_progress: Progress | None = None) -> SimulationRow:
+def measured(contest: SimulationContest, on_progress: Progress | None = None) -> SimulationRow:
     """The figures of one contest, from a process of its own."""
     blocks: Seconds = run_ranks(
         measure, contest, 1,
@@ -92,7 +93,7 @@ def measured(contest: Contest, on_progress: Progress | None = None) -> Simulatio
     )
 
 
-def measure(runtime: Runtime, contest: Contest) -> Seconds:
+def measure(runtime: Runtime, contest: SimulationContest) -> Seconds:
     """The seconds of each one's blocks."""
     torch.set_num_threads(1)  # as the ranks of a simulation have
     runtime.reporter.phase("training")  # so that memory is kept as it is there
@@ -130,7 +131,7 @@ class _Referee(SilentReporter):
     workers, for as many plain steps. The first two steps warm up, and after the last one no
     gradients follow."""
 
-    def __init__(self, outer: Reporter, contest: Contest) -> None:
+    def __init__(self, outer: Reporter, contest: SimulationContest) -> None:
         self.blocks: Seconds = {SIMULATED: [], PLAIN: []}
         self._outer = outer
         self._contest = contest
@@ -168,7 +169,7 @@ class _Referee(SilentReporter):
         return self._outer.stop_requested()
 
 
-def _simulate(contest: Contest, referee: _Referee) -> None:
+def _simulate(contest: SimulationContest, referee: _Referee) -> None:
     training = Training(
         ranks=contest.workers,
         batch_size=contest.batch_size,
@@ -192,8 +193,8 @@ def _simulate(contest: Contest, referee: _Referee) -> None:
     assert outcome.failure is None, outcome.failure
 
 
-def print_simulations(rows: Iterable[SimulationRow]) -> None:
-    """One line for each number of workers."""
+def table_of(rows: Iterable[SimulationRow]) -> PrintedTable:
+    """Return the table with a line for each number of workers."""
     lines = [
         (
             str(row.workers),
@@ -205,11 +206,7 @@ def print_simulations(rows: Iterable[SimulationRow]) -> None:
     ]
     headings = ("workers", "simulated", "plain", "ratio")
     title = "ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')"
-    print_table(title, headings, lines)
-    print_remarks(
-        "Ratios near 1: the simulation costs little beside the gradients; in brackets the 95 % "
-        "interval."
-    )
+    return PrintedTable(title, headings, lines)
 
 
 def main(arguments: list[str]) -> int:
@@ -222,8 +219,13 @@ def main(arguments: list[str]) -> int:
     ranks = rank_counts(options.ranks)
     with progress_line() as tell:
         rows = bench_simulation(ranks, options.rounds, tell)
-    print_simulations(rows)
-    write_figures(options.json, "simulation", rows)
+    table = table_of(rows)
+    table.show()
+    print_remarks(
+        "Ratios near 1: the simulation costs little beside the gradients; in brackets the 95 % "
+        "interval."
+    )
+    write_figures(options.json, "simulation", rows, [table], options.command)
     return 0
 
 

@@ -29,11 +29,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.options import (
+    PrintedTable,
+    bench_parser,
+    print_remarks,
+    read_options,
+    write_figures,
+)
 from benchmarks.server import RATE, make_worker, mean_output
-from orchestra.bench.timing import Progress, run_ranks
-from orchestra.cli.bench import bench_parser, print_remarks, read_options, write_figures
+from orchestra.calibration.timing import Progress, run_ranks
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import print_table, progress_line
+from orchestra.cli.terminal import progress_line
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
@@ -249,8 +255,8 @@ def _arrive(folder: Path, rank: int) -> None:
     draft.rename(folder / str(rank))
 
 
-def print_paces(rows: Sequence[SuspendRow]) -> None:
-    """One line for each load."""
+def table_of(rows: Sequence[SuspendRow]) -> PrintedTable:
+    """Return the table with a line for each load."""
     lines = [
         (
             row.load,
@@ -263,11 +269,9 @@ def print_paces(rows: Sequence[SuspendRow]) -> None:
         for row in rows
     ]
     headings = ("a step", "before", "suspended", "pace kept", "of the pairs", "busy cores")
-    print_table("steps a second of the others while one of four is suspended", headings, lines)
-    print_remarks(
-        f"Required: {rows[0].required:.0%} of the pace, median of the pairs. Where a step computes "
-        "and the cores are busy, the suspended worker leaves its share to the others."
-    )
+    required = f"required: {rows[0].required:.0%} of the pace, median of the pairs"
+    title = f"steps a second of the others while one of four is suspended; {required}"
+    return PrintedTable(title, headings, lines)
 
 
 def main(arguments: list[str]) -> int:
@@ -277,8 +281,13 @@ def main(arguments: list[str]) -> int:
     )
     with progress_line() as tell:
         rows = bench_suspend(options.rounds, on_progress=tell)
-    print_paces(rows)
-    write_figures(options.json, "suspend", rows)
+    table = table_of(rows)
+    table.show()
+    print_remarks(
+        "Where a step computes and the cores are busy, the suspended worker leaves its share to "
+        "the others."
+    )
+    write_figures(options.json, "suspend", rows, [table], options.command)
     return 0
 
 

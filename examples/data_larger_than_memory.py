@@ -125,7 +125,7 @@ def train(strategy: str, arguments: str) -> tuple[float, int]:
             quiet=True,
         )
         peaks = [int(note.read_text()) for note in Path(notes).glob("*.bytes")]
-    return record.metrics["accuracy"], max(peaks)
+    return record.learned.metrics["accuracy"], max(peaks)
 
 
 def main() -> None:

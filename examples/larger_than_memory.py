@@ -87,7 +87,7 @@ def train(strategy: str, ranks: int, arguments: str) -> float | None:
             out=Path(out) / "run",
             quiet=True,
         )
-    return record.final_loss
+    return record.learned.loss
 
 
 RUNS = (

@@ -16,7 +16,6 @@ of the time in which the plan's choice would have reached the target.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import RunRecord
 from orchestra.records.report import changes_in
+from orchestra.records.store import RunFolder
 from orchestra.strategies.registry import strategy_of
 from orchestra.tasks.task import load_task
 from orchestra.trainer.settings import Run, Target, Training
@@ -138,8 +138,8 @@ class Result:
 
 def result_of(record: RunRecord, target: Target) -> Result:
     """The target is reached between two snapshots, in proportion; by the mean of the replicas."""
-    lines = [json.loads(line) for line in (record.folder / "curve.jsonl").read_text().splitlines()]
-    points = [(p["seconds"], p["samples"], p["metrics"][target.metric]) for p in lines]
+    curve = RunFolder(record.folder).curve
+    points = [(point.seconds, point.samples, point.metrics[target.metric]) for point in curve]
     found = Result(record, [(seconds, value) for seconds, _, value in points])
     before = (0.0, 0.0, 0.0)
     for point in points:
@@ -234,7 +234,9 @@ def rows(case: Case, found: Mapping[tuple[str, str], Sequence[Result]]) -> list[
             text = f"{seconds:.1f}" if seconds < float("inf") else "-"
             text = f"**{text}**" if seconds == best else text
             if name in AUTOS:
-                changes = (str(len(changes_in(r.record.decisions))) for r in found[cluster, name])
+                changes = (
+                    str(len(changes_in(r.record.switching.decisions))) for r in found[cluster, name]
+                )
                 text += f" ({seconds / best - 1:+.1%}; {', '.join(changes)})"
             cells.append(text)
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,4 +1,4 @@
-"""Dynamic batches with a backup worker, beside each alone: docs/studies/balanced_backup.md.
+"""Dynamic batches with a backup worker, beside each alone: docs/results/studies/balanced_backup.md.
 
     python -m studies.balanced_backup --out runs/balanced-backup
 
@@ -82,12 +82,12 @@ def make(job: Job) -> Made:
         )  # fmt: skip
     except RunFailed:
         return Made(math.inf, missed=True)
-    if run.status == "stopped":
+    if run.ending.status == "stopped":
         raise KeyboardInterrupt
-    reached, whole = run.time_to_target_seconds, run.train_seconds or math.inf
+    reached, whole = run.to_target.seconds, run.time.training or math.inf
     seconds = whole if reached is None else reached
-    dropped = tuple(rank["dropped"] for rank in run.by_rank)
-    return Made(seconds, reached is None, whole, run.metrics["accuracy"], dropped)
+    dropped = tuple(rank.dropped for rank in run.machine.by_rank)
+    return Made(seconds, reached is None, whole, run.learned.metrics["accuracy"], dropped)
 
 
 Runs = Mapping[tuple[str, str], Sequence[Made]]

@@ -4,7 +4,7 @@
 
 Four nodes with 0.45 of a core each train LeNet-5 in batches of 32. All strategies take turns; every
 other round runs in reverse. The last bandwidth is more than the kernel carries: there the links are
-not the limit. docs/compression.md has the table.
+not the limit. docs/results/compression.md has the table.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def step_seconds(strategy: str, megabits: float) -> float:
             # The learning rate is too high for some of them; a step takes as long.
             stop_on_nonfinite=False,
         )  # fmt: skip
-    assert record.train_seconds is not None
-    return record.train_seconds / steps
+    assert record.time.training is not None
+    return record.time.training / steps
 
 
 if __name__ == "__main__":

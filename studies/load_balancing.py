@@ -27,16 +27,17 @@ import statistics
 import sys
 import tempfile
 import time  # noqa: TID251 - sleeps stand for computation
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import PrintedTable, bench_parser, read_options, write_figures
 from torch import Tensor, nn
 
 import orchestra
 from orchestra import Task
+from orchestra.cli.main import guarded
 from orchestra.records.record import RunRecord
 from orchestra.tasks.task import load_task
 
@@ -60,6 +61,22 @@ REMEDIES = {
     "pairwise averaging": ("PairwiseAveraging()", None),
 }
 SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class RemedyRow:
+    """What a remedy costs.
+
+    Attributes:
+        one_slow: seconds over the ideal, with one slow machine.
+        slow_for_a_while: the same where a machine is slow for half of the time; None: not run.
+        accuracies: on the test data, of each seed; empty: not evaluated.
+    """
+
+    remedy: str
+    one_slow: float
+    slow_for_a_while: float | None = None
+    accuracies: tuple[float, ...] = ()
 
 
 def heavy_digits() -> Task:
@@ -89,21 +106,43 @@ def napping_digits(folder: str) -> Task:
     return replace(task, loss=loss)
 
 
-def main() -> None:
-    """A line for each remedy."""
-    megabits = float(sys.argv[2]) if sys.argv[2:] else None
-    tables: dict[str, Callable[[Path], Iterator[str]]] = {
-        "processes": on_processes,
-        "emulation": partial(emulated, megabits=megabits),
-    }
-    table = tables[sys.argv[1]] if sys.argv[1:] else lines
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each remedy."""
+    parser = bench_parser(
+        "python -m studies.load_balancing", "Compare remedies for a slow machine."
+    )
+    engines: dict[str, Callable[[Path, float | None], Iterator[RemedyRow]]] = {
+        "simulation": simulated, "processes": on_processes, "emulation": emulated,
+    }  # fmt: skip
+    parser.add_argument("engine", nargs="?", choices=engines, default="simulation")
+    parser.add_argument("megabits", nargs="?", type=float, help="of the links of emulated nodes")
+    options = read_options(parser, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for line in table(Path(folder)):
-            print(line, flush=True)
+        rows = list(engines[options.engine](Path(folder), options.megabits))
+    table = table_of(rows)
+    table.show()
+    write_figures(options.json, "load_balancing", rows, [table], options.command)
+    return 0
 
 
-def on_processes(folder: Path) -> Iterator[str]:
-    """A table of seconds over the ideal; `folder` is for its runs."""
+def table_of(rows: Sequence[RemedyRow]) -> PrintedTable:
+    """Return the table of `rows`, without columns in which nothing was measured."""
+    headings = ["remedy", "one slow"]
+    columns = [[row.remedy for row in rows], [f"{row.one_slow:.2f}" for row in rows]]
+    if all(row.slow_for_a_while is not None for row in rows):
+        headings.append("slow for a while")
+        columns.append([f"{row.slow_for_a_while:.2f}" for row in rows])
+    if all(row.accuracies for row in rows):
+        headings.append("accuracy")
+        columns.append([
+            f"{statistics.fmean(all_seeds):.3f} ({min(all_seeds):.3f} to {max(all_seeds):.3f})"
+            for all_seeds in (row.accuracies for row in rows)
+        ])  # fmt: skip
+    return PrintedTable("seconds over the ideal", headings, [*zip(*columns, strict=True)])
+
+
+def on_processes(folder: Path, _: float | None) -> Iterator[RemedyRow]:
+    """Yield a row for each remedy; `folder` is for its runs."""
     steps, batch = 80, 32
     ideal = steps * 4 * batch * NAP / (3 + SLOW)
     for name in ("all-reduce", "measured shares", "LBBSP", "Proportional", "asynchronous server"):
@@ -116,11 +155,11 @@ def on_processes(folder: Path) -> Iterator[str]:
             steps=steps, batch_size=batch, optimizer="SGD(lr=0.05)", snapshots=1, threads=1,
             out=place / "run", quiet=True, **settings,
         )  # fmt: skip
-        yield f"{name:25}  {(run.train_seconds or 0.0) / ideal:8.2f}"
+        yield RemedyRow(name, (run.time.training or 0.0) / ideal)
 
 
-def emulated(folder: Path, megabits: float | None) -> Iterator[str]:
-    """A table of seconds over the ideal and of accuracies; `folder` is for its runs."""
+def emulated(folder: Path, megabits: float | None) -> Iterator[RemedyRow]:
+    """Yield a row for each remedy; `folder` is for its runs. The first one is the ideal itself."""
     steps, batch = 144, 512
     cluster = folder / "cluster.yaml"
     text = EMULATED.read_text()
@@ -139,41 +178,41 @@ def emulated(folder: Path, megabits: float | None) -> Iterator[str]:
 
     # What they do beside each other, and not alone, since they share this machine's caches
     apart = [run("apart", f"LocalSGD({steps})", [4, 4, 4, 1], seed) for seed in SEEDS]
-    ideal = statistics.median(each.train_seconds or 0.0 for each in apart)
-    yield f"ideal: {ideal:.1f} s           one slow   accuracy"
+    ideal = statistics.median(each.time.training or 0.0 for each in apart)
+    yield RemedyRow(
+        f"the ideal, {ideal:.1f} s", 1.0,
+        accuracies=tuple(each.learned.metrics["accuracy"] for each in apart),
+    )  # fmt: skip
     for name in ("all-reduce", "LBBSP", "Proportional", "asynchronous server"):
         strategy, shares = REMEDIES[name]
         if strategy == POOL:  # Adam's steps do not shrink with the samples behind a gradient
             strategy = POOL.replace(")", ', learning_rate="divided")')
         runs = [run(name, strategy, shares, seed) for seed in SEEDS]
-        seconds = statistics.median(each.train_seconds or 0.0 for each in runs)
-        found = [each.metrics["accuracy"] for each in runs]
-        accuracy = f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
-        yield f"{name:25}  {seconds / ideal:8.2f}   {accuracy}"
+        seconds = statistics.median(each.time.training or 0.0 for each in runs)
+        found = tuple(each.learned.metrics["accuracy"] for each in runs)
+        yield RemedyRow(name, seconds / ideal, accuracies=found)
 
 
-def lines(folder: Path) -> Iterator[str]:
-    """The table; `folder` is for its runs."""
+def simulated(folder: Path, _: float | None) -> Iterator[RemedyRow]:
+    """Yield a row for each remedy; `folder` is for its runs."""
     alone = trained(folder / "alone", "Single", None, CLUSTER, 0)
-    sample = alone.seconds["compute"] / alone.samples
-    ideal = alone.samples * sample / (3 + SLOW)
-    while_slow, at_rest = alone.samples * sample / 8, alone.samples * sample / 4
+    sample = alone.time.worker["compute"] / alone.learned.samples
+    ideal = alone.learned.samples * sample / (3 + SLOW)
+    while_slow, at_rest = alone.learned.samples * sample / 8, alone.learned.samples * sample / 4
     changing = folder / "changing.yaml"
     span = f"at: {at_rest / 4} s, until: {at_rest / 4 + while_slow} s"
     equal = CLUSTER.read_text().replace("flops: 25 GFLOP/s", "flops: 100 GFLOP/s")
     changing.write_text(f"{equal}\nfaults:\n  - SlowDown: {{node: slow, factor: 4, {span}}}\n")
     ideal_changing = at_rest + while_slow * (1 - SLOW) / 4
-    yield "                           one slow   slow for a while   accuracy"
     for number, (name, (strategy, shares)) in enumerate(REMEDIES.items()):
         runs = [
             trained(folder / f"{number}-{seed}", strategy, shares, CLUSTER, seed) for seed in SEEDS
         ]
         once = trained(folder / f"{number}-changing", strategy, shares, changing, 0)
-        seconds = statistics.fmean(run.train_seconds or 0.0 for run in runs)
-        found = [run.metrics["accuracy"] for run in runs]
-        accuracy = f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
-        later = (once.train_seconds or 0.0) / ideal_changing
-        yield f"{name:25}  {seconds / ideal:8.2f}   {later:16.2f}   {accuracy}"
+        seconds = statistics.fmean(run.time.training or 0.0 for run in runs)
+        later = (once.time.training or 0.0) / ideal_changing
+        found = tuple(run.learned.metrics["accuracy"] for run in runs)
+        yield RemedyRow(name, seconds / ideal, later, found)
 
 
 def trained(out: Path, strategy: str, shares: str | None, cluster: Path, seed: int) -> RunRecord:
@@ -187,4 +226,4 @@ def trained(out: Path, strategy: str, shares: str | None, cluster: Path, seed: i
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

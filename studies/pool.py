@@ -18,8 +18,9 @@ from studies.retiming import retimed
 from orchestra.engines.run import failed_record, train_run
 from orchestra.errors import RunFailed
 from orchestra.experiments.experiment import Experiment, alone
-from orchestra.experiments.run import clear_others, finished, make_run
+from orchestra.experiments.run import clear_others, make_run
 from orchestra.records.record import RunRecord
+from orchestra.records.store import finished
 from orchestra.trainer.settings import Run
 
 
@@ -43,7 +44,7 @@ def make(job: Job) -> RunRecord:
         record = make_run(job.run, own, job.folder, lambda *_: _trained(job), tuned=job.tuned)
     except RunFailed as failure:
         return failed_record(job.run, job.folder, failure)
-    if record.status == "stopped":
+    if record.ending.status == "stopped":
         raise KeyboardInterrupt
     return record
 
@@ -101,7 +102,11 @@ class Pool:
         self._made += 1
         minutes = (datetime.now() - self._began).total_seconds() / 60
         left = round(minutes / self._made * (self.total - len(self._done)))
-        accuracy = record.metrics.get("accuracy", float("nan"))
-        outcome = record.status if record.status != "completed" else f"accuracy {accuracy:.3f}"
+        accuracy = record.learned.metrics.get("accuracy", float("nan"))
+        outcome = (
+            record.ending.status
+            if record.ending.status != "completed"
+            else f"accuracy {accuracy:.3f}"
+        )
         line = f"{len(self._done)}/{self.total} {job.what}: {outcome}; about {left} min left"
         print(line, file=sys.stderr, flush=True)

@@ -1,12 +1,13 @@
-"""Which refinements of the simulation pay: docs/fidelity.md, "What each refinement is worth".
+"""Which refinements pay: docs/results/fidelity.md, "What each refinement is worth".
 
     sudo python -m studies.refinements record runs/refinements
     python -m studies.refinements predict runs/refinements
 
 The first calibrates this machine and makes the real runs, once: on the emulated clusters of
-`orchestra bench fidelity` and on one host (Linux, root; 40 minutes on a quiet machine). The second
-predicts each run again without one refinement at a time, and prints how many percentage points of
-the error the refinement saves. Predictions are exact: the same folder gives the same table.
+`python -m benchmarks.fidelity` and on one host (Linux, root; 40 minutes on a quiet machine). The
+second predicts each run again without one refinement at a time, and prints how many percentage
+points of the error the refinement saves. Predictions are exact: the same folder gives the same
+table.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
-from orchestra.bench.calibrate import calibrate
-from orchestra.bench.cases import CONTROLS, TASKS, Case, cases, write_clusters
-from orchestra.bench.fidelity import bench_fidelity, step_seconds
+from benchmarks.fidelity.cases import CONTROLS, TASKS, Case, cases, write_clusters
+from benchmarks.fidelity.runs import bench_fidelity, step_seconds
+
+from orchestra.calibration import calibrate
 from orchestra.cli.main import guarded
-from orchestra.cli.terminal import Parser, print_table, progress_line
+from orchestra.cli.parser import Parser
+from orchestra.cli.terminal import print_table, progress_line
 from orchestra.cluster.calibration import read_calibration
 from orchestra.cluster.nodes import Overhead, Sharing
 from orchestra.engines.simulation import training, world

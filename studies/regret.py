@@ -30,11 +30,12 @@ from typing import Any
 
 from studies.regret_pairs import LINKS, SEED, SEEDS, TASKS, Pair, pairs
 
-from orchestra.bench.calibrate import Workload, calibrate
+from orchestra.calibration import Workload, calibrate
 from orchestra.cluster.calibration import read_calibration
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.engines.processes.system import now
+from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.planning.api import (
@@ -46,9 +47,10 @@ from orchestra.planning.api import (
     planned,
 )
 from orchestra.planning.candidates import Space, with_rates
-from orchestra.planning.search import CONFIRMED_STEPS, Budget, Search
-from orchestra.planning.standing import Entry, Length
-from orchestra.records.record import write_atomically
+from orchestra.planning.race import CONFIRMED_STEPS, SearchBudget, TrialRequest
+from orchestra.planning.search import Search
+from orchestra.planning.standing import Contender, Length
+from orchestra.records.files import write_atomically
 from orchestra.settings.reading import Entry as Given
 
 MINUTES = 2.0
@@ -85,7 +87,7 @@ class Exhaustive(Search):
         length: Length = length_of(experiment)
         super().__init__(
             space.candidates(), experiment.training.target, length, folder / "runs",
-            Budget(0.0, 1e12), lambda *_: None, seeds=experiment.seeds,
+            SearchBudget(0.0, 1e12), lambda *_: None, seeds=experiment.seeds,
         )  # fmt: skip
         self._file, self._until = folder / "simulated.json", until
         self._nodes = pair.nodes
@@ -100,7 +102,7 @@ class Exhaustive(Search):
         """
         entries = list(self.entries.values())
         steps = max(each.candidate.run.training.steps or 0 for each in entries)
-        self._find_speeds(entries, 1e12, min(steps, CONFIRMED_STEPS, NODE_STEPS // self._nodes))
+        self.find_speeds(entries, 1e12, min(steps, CONFIRMED_STEPS, NODE_STEPS // self._nodes))
         for entry in entries:
             if entry.candidate.exact and entry.candidate.batch == 1 and entry.speed:
                 rates = [
@@ -126,7 +128,7 @@ class Exhaustive(Search):
             self._all([(entry, self._part(entry)) for entry in chunk], chunk)
         return not rest
 
-    def _part(self, entry: Entry) -> float:
+    def _part(self, entry: Contender) -> float:
         """Up to which part of its samples: a rule, to its end."""
         if entry.name.startswith("DiLoCo"):
             return 1.0
@@ -134,15 +136,24 @@ class Exhaustive(Search):
         best = min(self.seconds().values(), default=math.inf)
         return min(1.0, FURTHER * best * entry.speed / self.length.samples)
 
-    def _all(self, wanted: Sequence[tuple[Entry, float]], entries: Sequence[Entry]) -> None:
+    def _all(self, wanted: Sequence[tuple[Contender, float]], entries: Sequence[Contender]) -> None:
         """Train the `wanted` ones up to their parts, and note what became of `entries`."""
-        self._learn([(e, seed, part) for e, part in wanted for seed in self.seeds], 1e12)
+        waiting = [(e, seed, part) for e, part in wanted for seed in self.asked]
+
+        def ask() -> TrialRequest | None:
+            return self.request_run(*waiting.pop(0)) if waiting else None
+
+        def told(request: TrialRequest, tried: Tried) -> None:
+            self.under_way.remove(request)
+            self.take_curve(request, tried)
+
+        self.carry_out(ask, told, 1e12)
         for entry in entries:
             if entry.name in self.known or not self.source(entry).curves:
                 continue
             time, best = self.time(entry), max(self.elapsed(entry), 0.0)
             self.known[entry.name] = {
-                "seconds": time if set(self.times(entry)) == set(self.seeds) else None,
+                "seconds": time if set(self.times(entry)) == set(self.asked) else None,
                 "samples": statistics.fmean(x.samples for x in self.times(entry).values())
                 if self.times(entry) else None,
                 "after": best, "nodes": len(entry.candidate.nodes),

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError
-from orchestra.records.record import RunRecord, write_curve
+from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
-from orchestra.report.rows import RunData
+from orchestra.records.store import RunFolder, write_curve
 from orchestra.trainer.settings import Run, target_times
-
-FROM_RECORD = ("final_loss", "metrics", "nodes", "judged_on", "tuned", "parameters_sha256")
 
 
 def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecord:
@@ -55,18 +52,29 @@ def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecor
         target=None,
     )
     times = train_run(replace(run, training=training), folder, quiet=True)
-    if _counts(times) != _counts(record) or record.status != "completed":
+    if _counts(times) != _counts(record) or record.ending.status != "completed":
         raise InputError(f"{record.folder}: is the record of another run, or of none that ended")
-    curve = _joined(RunData(record).curve, RunData(times).curve)
+    curve = _joined(RunFolder(record.folder).curve, RunFolder(times.folder).curve)
     write_curve(folder, curve)
-    known = {name: getattr(record, name) for name in FROM_RECORD}
-    reached: Any = target_times(curve, run.training.target)
-    return replace(times, **known, **reached)
+    judged_on, chosen = record.asked.judged_on, record.asked.tuned
+    return replace(
+        times,
+        asked=replace(times.asked, judged_on=judged_on, tuned=chosen),
+        learned=record.learned,  # the steps and samples are those of both
+        to_target=target_times(curve, run.training.target),
+    )
 
 
 def _counts(record: RunRecord) -> tuple[object, ...]:
     """What the same run has on every cluster."""
-    return record.name, record.strategy, record.ranks, record.seed, record.samples, record.steps
+    return (
+        record.asked.name,
+        record.asked.strategy,
+        record.asked.ranks,
+        record.asked.seed,
+        record.learned.samples,
+        record.learned.steps,
+    )
 
 
 def _joined(figures: Sequence[Point], times: Sequence[Point]) -> list[Point]:

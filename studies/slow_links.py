@@ -9,7 +9,6 @@ target had ended.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -20,13 +19,14 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from orchestra.records.store import finished
+
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The summaries of all complete runs, by strategy."""
     found = defaultdict(list)
-    for record in json.loads((folder / "summary.json").read_text())["runs"]:
-        if record["status"] == "completed":
-            found[record["name"]].append(record)
+    for record in finished(folder):
+        found[record.asked.name].append(record.summary())
     return found
 
 

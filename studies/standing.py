@@ -38,7 +38,8 @@ from orchestra.cluster import CLUSTERS, Jitter
 from orchestra.experiments.experiment import Experiment, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.run import claim
-from orchestra.records.record import run_folder, write_summary
+from orchestra.records.files import run_folder
+from orchestra.records.store import RunStore, write_summary
 from orchestra.settings import write
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
@@ -111,7 +112,7 @@ def measured(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
 
 def entry(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
     """What the table holds of the comparison on `place`, which is done."""
-    runs = json.loads((out / place / "summary.json").read_text())["runs"]
+    runs = [run.record.summary() for run in RunStore(out / place).runs]
     return {
         "command": shlex.join(command(place, seeds, Path("runs/standing"))),
         "seeds": sorted({run["seed"] for run in runs}),

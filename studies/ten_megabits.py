@@ -18,7 +18,6 @@ samples/s, and no accuracy. So is the second half of a switch, whose first half 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 import orchestra
 from orchestra.records.record import RunRecord
+from orchestra.records.store import RunFolder
 
 SAMPLES, BATCH, EPOCHS = 20_000, 64, 4
 ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous", learning_rate="divided")'
@@ -77,8 +77,8 @@ def lines(engine: str, workers: list[int], folder: Path) -> Iterator[str]:
         f'bandwidth="{10 * speed:g} Mbit/s")'
     )
     one = trained("Single()", 1, engine, cluster, folder / "one")
-    assert one.samples_per_second
-    yield f"one worker: {one.train_seconds:.1f} s, accuracy {one.metrics['accuracy']:.3f}"
+    assert one.time.samples_per_second
+    yield f"one worker: {one.time.training:.1f} s, accuracy {one.learned.metrics['accuracy']:.3f}"
     yield f"{'':24} workers  times as fast (O.N.O.)  accuracy (O.N.O.)"
     for name, (notation, servers) in STRATEGIES.items():
         for count in workers:
@@ -88,12 +88,12 @@ def lines(engine: str, workers: list[int], folder: Path) -> Iterator[str]:
             text, place = notation.format(epoch=epoch), folder / f"{name}-{count}"
             run = trained(text, count + servers, engine, cluster, place, steps)
             whole = steps is None or notation != SWITCH
-            speed = run.samples_per_second if whole else speed_of_switch(run, epoch)
+            speed = run.time.samples_per_second if whole else speed_of_switch(run, epoch)
             assert speed
             ratio, theirs = THEIRS.get(name, {}).get(count, (None, None))
-            own = f"{run.metrics['accuracy']:9.3f}" if steps is None else " " * 9
+            own = f"{run.learned.metrics['accuracy']:9.3f}" if steps is None else " " * 9
             yield (
-                f"{name:24} {count:7}  {speed / one.samples_per_second:8.2f}"
+                f"{name:24} {count:7}  {speed / one.time.samples_per_second:8.2f}"
                 f"      {f'({ratio:.2f})' if ratio else '':8}"
                 f"  {own} {f'({theirs:.3f})' if theirs else ''}"
             )
@@ -103,12 +103,11 @@ def speed_of_switch(run: RunRecord, first: int) -> float:
     """Samples/s of all epochs, of which `run` made the `first` steps, those of its first phase, and
     some of its second one, at whose speed the rest goes on.
     """
-    files = [path.read_text().splitlines() for path in run.folder.glob("steps-rank-*.jsonl")]
-    lines = [json.loads(line) for file in files for line in file]
-    phase = [line for line in lines if line["step"] <= first]
+    by_rank = RunFolder(run.folder).steps.values()
+    phase = [line for lines in by_rank for line in lines if line["step"] <= first]
     seconds, consumed = (max(float(line[key]) for line in phase) for key in ("seconds", "consumed"))
-    assert run.train_seconds
-    second = (run.samples - consumed) / (run.train_seconds - seconds)
+    assert run.time.training
+    second = (run.learned.samples - consumed) / (run.time.training - seconds)
     samples: int = SAMPLES * EPOCHS
     return samples / (seconds + (samples - consumed) / second)
 

@@ -21,39 +21,45 @@ settings.register_profile("random", _PATIENT)
 settings.load_profile("repeated")
 
 LONGEST = (
+    "test_injection",
     "test_contract",
+    "test_hosts",
     "test_resume",
-    "test_calibrate",
-    "test_host_memory",
-    "test_compare_resume",
-    "test_own_loop_state",
     "test_processes",
-    "test_simulation",
-    "test_simulation_shapes",
-    "test_failures",
-    "test_compressed_training",
-    "test_auto",
-    "test_pipeline_memory",
-    "test_shared_work",
-    "test_stragglers",
+    "test_page_blocks",
     "test_report_page",
-    "test_bench",
-    "test_cli",
-    "test_map",
-    "test_switch",
-    "test_replay",
-    "test_socket_loss",
-    "test_transformers",
-    "test_own_loop",
-    "test_paced_phases",
-    "test_simulation_faults",
+    "test_simulation",
+    "test_failures",
+    "test_compare_resume",
     "test_launched",
-    "test_measured_machines",
+    "test_own_loop_state",
+    "test_restarts",
+    "test_losses",
+    "test_host_memory",
+    "test_simulation_shapes",
+    "test_own_loop",
     "test_techniques",
-    "test_lightning",
-    "test_compare_tuning",
+    "test_auto",
+    "test_calibrate",
+    "test_stragglers",
+    "test_pipeline_memory",
+    "test_map",
+    "test_threads",
+    "test_transformers",
+    "test_switch_checkpoints",
+    "test_engine_torchrun",
+    "test_engine_kubernetes",
+    "test_doctor",
+    "test_shared_work",
+    "test_replay",
+    "test_paced_phases",
     "test_own_loop_processes",
-    "test_data_memory",
+    "test_studio",
+    "test_lightning",
+    "test_joining",
+    "test_compare_tuning",
+    "test_report_figures",
+    "test_report_browser",
 )
 """Files that begin first, lest one worker still has a long one when the others are done."""
 
@@ -70,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for registry in (BALANCINGS, CLUSTERS, STRATEGIES, TASKS):
         vars(registry)["_all"] = registry._known
     if getattr(config.option, "numprocesses", None):
-        from tests import warm
+        from tests.support import warm
 
         os.environ[warm.SERVER] = warm.server()
 
@@ -96,12 +102,12 @@ def _no_waiting_for_disks() -> Iterator[None]:
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether compiled code moves collectives, over connections of their own; run both ways."""
     from orchestra.transports import executor
-    from orchestra.transports.lanes import VARIABLE
 
     wanted: bool = request.param
     if wanted and not executor.is_there():
         pytest.skip("the executor is not compiled")
-    monkeypatch.setenv(VARIABLE, str(int(wanted)))
+    if not wanted:
+        monkeypatch.setenv("ORCHESTRA_COMPILED", "0")
     return wanted
 
 

@@ -45,10 +45,10 @@ def main() -> None:
                 threads=1, engine="simulation", tensors="shapes", cluster=str(HERE / "lan.yaml"),
                 calibration="none", out=Path(out) / "run", quiet=True,
             )  # fmt: skip
-        assert record.train_seconds is not None
-        step = record.train_seconds / record.steps
-        gigabytes = record.bytes_sent / 1e9
-        print(f"{label:15}  {record.steps:5}  {record.train_seconds:8.4f}  {step:8.4f}"
+        assert record.time.training is not None
+        step = record.time.training / record.learned.steps
+        gigabytes = record.traffic.sent / 1e9
+        print(f"{label:15}  {record.learned.steps:5}  {record.time.training:8.4f}  {step:8.4f}"
               f"  {gigabytes:8.4f}")  # fmt: skip
 
 

@@ -51,8 +51,8 @@ def simulated(strategy: str, cluster: str, **settings: object) -> float:
             tensors="shapes", cluster=str(HERE / cluster), calibration="none",
             out=Path(out) / "run", quiet=True, **settings,
         )  # fmt: skip
-    assert record.train_seconds is not None
-    return record.train_seconds
+    assert record.time.training is not None
+    return record.time.training
 
 
 if __name__ == "__main__":

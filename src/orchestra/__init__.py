@@ -11,7 +11,7 @@ Names are imported when first used, so that the command line answers at once.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from orchestra.compression.power_sgd import PowerSGD
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestra.compression.sparsification import DGC, RandomK, Threshold, TopK
     from orchestra.engines.processes.distribute import distribute, mean
     from orchestra.engines.processes.environment import is_first, rank, world_size
+    from orchestra.engines.run import RunProgress
     from orchestra.errors import InputError, OrchestraError, RunFailed, Stopped
     from orchestra.experiments.api import compare, replay, train
     from orchestra.optimizers.settings import Constant, Cosine, StepDecay
@@ -61,15 +62,16 @@ __all__ = [
     "ElasticAveraging", "Exponential", "FP16", "Gossip", "Hogwild", "Hop", "InputError",
     "LocalSGD", "LossStable", "Member", "Nesterov", "NoiseScale", "OrchestraError",
     "PairwiseAveraging", "ParameterServer", "Pipeline", "PolynomialStaleness", "PowerSGD",
-    "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles", "RunFailed", "SignSGD",
-    "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush", "Stopped", "Straggler",
-    "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute", "is_first", "mean",
-    "plan", "rank", "replay", "train", "world_size",
+    "Prague", "QSGD", "RandomK", "RandomRegular", "Ring", "Roles", "RunFailed", "RunProgress",
+    "SignSGD", "Single", "SlowMo", "Star", "StepDecay", "StochasticGradientPush", "Stopped",
+    "Straggler", "Strategy", "Switch", "Task", "Threshold", "TopK", "compare", "distribute",
+    "is_first", "mean", "plan", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 _MODULES = {  # of the names that `strategies.registry` does not have
     "engines.processes.distribute": ["distribute", "mean"],
     "engines.processes.environment": ["is_first", "rank", "world_size"],
+    "engines.run": ["RunProgress"],
     "errors": ["InputError", "OrchestraError", "RunFailed", "Stopped"],
     "experiments.api": ["compare", "replay", "train"],
     "optimizers.settings": ["Constant", "Cosine", "StepDecay"],

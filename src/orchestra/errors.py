@@ -1,4 +1,4 @@
-"""Every error that a user can meet, drawn once.
+"""The tree of all errors that a user can meet.
 
     OrchestraError
     ├── InputError (also a ValueError)      bad input: one line, exit status 2

@@ -48,8 +48,8 @@ def seconds(strategy: str, ranks: int, epochs: int, speed: float) -> float:
             epochs=epochs, batch_size=64, equal="worker_batch", optimizer="Adam(lr=0.01)",
             snapshots=0, trace_steps=0,
         )  # fmt: skip
-    assert record.train_seconds is not None
-    return record.train_seconds * MNIST / IMAGES / epochs
+    assert record.time.training is not None
+    return record.time.training * MNIST / IMAGES / epochs
 
 
 def line(cells: Sequence[object]) -> str:

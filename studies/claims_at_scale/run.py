@@ -4,9 +4,9 @@
 
 Makes what studies.yaml describes, on equal machines (lan), on machines of which a quarter is slow
 (stragglers), and with slow links as well (unlike), and prints the tables of
-docs/claims-at-scale.md. Each row has its settings chosen for each number of workers, on the first
-cluster of the study. Gradients of a row whose parameters do not depend on time are computed there
-only, and re-timed for another.
+docs/results/claims-at-scale.md. Each row has its settings chosen for each number of workers, on the
+first cluster of the study. Gradients of a row whose parameters do not depend on time are computed
+there only, and re-timed for another.
 
 Ctrl-C stops it; the same command goes on. --tables prints the tables of what is there.
 """
@@ -33,7 +33,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.experiment import (
     RATE,
     Experiment,
-    Trial,
+    TuningTrial,
     on_ranks,
     runs,
     trials,
@@ -41,7 +41,9 @@ from orchestra.experiments.experiment import (
 )
 from orchestra.experiments.file import load
 from orchestra.experiments.run import claim
-from orchestra.records.record import RunRecord, run_folder, write_atomically, write_summary
+from orchestra.records.files import run_folder, write_atomically
+from orchestra.records.record import RunRecord
+from orchestra.records.store import write_summary
 from orchestra.settings.reading import Entry, read_document
 from orchestra.trainer.settings import Run
 
@@ -156,7 +158,7 @@ class Scale:
         tune, grid = experiment.tune, trials(experiment)
         assert tune is not None
 
-        def make(some: Sequence[Trial]) -> list[tuple[Trial, RunRecord]]:
+        def make(some: Sequence[TuningTrial]) -> list[tuple[TuningTrial, RunRecord]]:
             jobs = [job for trial in some for job in _of_trial(trial, experiment, folder)]
             if some is not grid:
                 pool.expect(jobs)
@@ -199,7 +201,7 @@ class Scale:
             yield Job(made, experiment, place, what, settings, source)
 
 
-def _of_trial(trial: Trial, experiment: Experiment, folder: Path) -> Iterator[Job]:
+def _of_trial(trial: TuningTrial, experiment: Experiment, folder: Path) -> Iterator[Job]:
     """Its runs, of which only the last parameters are judged."""
     run = replace(trial.run, training=replace(trial.run.training, snapshots=0))
     first = trial.folder(folder)
@@ -212,11 +214,12 @@ def _of_trial(trial: Trial, experiment: Experiment, folder: Path) -> Iterator[Jo
 def _mean(records: Sequence[RunRecord]) -> RunRecord:
     """One record with the mean accuracy and loss; that of a failed run if there is one."""
     for record in records:
-        if record.status != "completed":
+        if record.ending.status != "completed":
             return record
-    accuracy = fmean(record.metrics["accuracy"] for record in records)
-    losses = [record.final_loss for record in records if record.final_loss is not None]
-    return replace(records[0], metrics={"accuracy": accuracy}, final_loss=fmean(losses))
+    accuracy = fmean(record.learned.metrics["accuracy"] for record in records)
+    losses = [record.learned.loss for record in records if record.learned.loss is not None]
+    learned = replace(records[0].learned, metrics={"accuracy": accuracy}, loss=fmean(losses))
+    return replace(records[0], learned=learned)
 
 
 def _parts(out: Path, studies: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Scale]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestra.experiments.experiment import RATE, Choice, Trial, Tune, choose, tuned
+from orchestra.experiments.experiment import RATE, Choice, Tune, TuningTrial, choose, tuned
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Training
 
@@ -14,15 +14,15 @@ ROUNDS = 8
 CHANCE = 0.5
 """Below this accuracy a trial has learnt nothing, and says nothing of its neighbours."""
 MOMENTUM = "momentum"
-Outcomes = Sequence[tuple[Trial, RunRecord]]
+Outcomes = Sequence[tuple[TuningTrial, RunRecord]]
 Choices = Mapping[tuple[str, int], Choice]
 
 
 def search(
     tune: Tune,
     training: Training,
-    grid: Sequence[Trial],
-    make: Callable[[Sequence[Trial]], Outcomes],
+    grid: Sequence[TuningTrial],
+    make: Callable[[Sequence[TuningTrial]], Outcomes],
 ) -> Choices:
     """By row what is best, after its trials of the `grid` and of all neighbours of the best."""
     outcomes = list(make(grid))
@@ -35,7 +35,7 @@ def search(
     return choose(tune, training, outcomes)
 
 
-def untried(choice: Choice) -> list[Trial]:
+def untried(choice: Choice) -> list[TuningTrial]:
     """What has not been tried one step from the best trial, along each setting.
 
     Where no trial has learnt anything, a lower rate than all that were tried.
@@ -45,13 +45,13 @@ def untried(choice: Choice) -> list[Trial]:
         return []
     tried = [trial.settings for trial, _ in choice.outcomes]
     rates = sorted({settings[RATE] for settings in tried})
-    reached = max(record.metrics.get("accuracy", 0.0) for _, record in choice.outcomes)
+    reached = max(record.learned.metrics.get("accuracy", 0.0) for _, record in choice.outcomes)
     if reached < CHANCE and len(rates) > 1:
         wanted = [{**best.settings, RATE: beyond(RATE, rates[0], rates[1])}]
     else:
         wanted = [near for near in neighbours(best.settings, tried) if near not in tried]
     return [
-        Trial(number, near, tuned(best.run, near))
+        TuningTrial(number, near, tuned(best.run, near))
         for number, near in enumerate(wanted, start=len(choice.outcomes))
     ]
 

@@ -15,17 +15,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from orchestra.records.record import RunRecord
-from orchestra.report.numbers import (
-    CONFIDENCE,
-    STALENESS,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Read,
-    paired_difference,
-    target_of,
-)
-from orchestra.report.rows import Row, collect, rows_of
+from orchestra.records.store import collect
+from orchestra.report.measures import STALENESS, TIME_TO_TARGET, TRAIN, Read, target_of
+from orchestra.report.numbers import CONFIDENCE, Difference, paired_difference
+from orchestra.report.rows import Row, rows_of
 
 POWER = 0.8
 ACCURACY, TRAINING, SECONDS = "accuracy", "training seconds", "seconds to the target"
@@ -65,7 +58,7 @@ class Claim:
 
 def accuracy(record: RunRecord) -> float | None:
     """In per cent, on the test data."""
-    value = record.metrics.get("accuracy")
+    value = record.learned.metrics.get("accuracy")
     return None if value is None else 100 * value
 
 
@@ -84,7 +77,7 @@ def figures(row: Row) -> dict[str, tuple[str, Read, int]]:
 def failed(row: Row) -> set[int]:
     """The seeds whose runs did not end, diverged, or ended below `FAILED`."""
     good = {seed for seed, value in row.values(accuracy).items() if value >= FAILED}
-    return {run.record.seed for run in row.runs} - good
+    return {run.record.asked.seed for run in row.runs} - good
 
 
 def smallest_effect(difference: Difference) -> float | None:
@@ -159,11 +152,11 @@ def rows_table(rows: Sequence[Row]) -> list[str]:
     """Every row of one comparison."""
     titles = [title for title, _, _ in figures(rows[0]).values()]
     stale = any(row.values(STALENESS.read) for row in rows)
-    switched = any("Switch(" in row.record.strategy for row in rows)
+    switched = any("Switch(" in row.record.asked.strategy for row in rows)
     more = [*(["staleness"] if stale else []), *(["switched after step"] if switched else [])]
     lines = head(["row", "workers", "chosen", "failed", *titles, *more])
     for row in rows:
-        cells = [row.label, str(row.record.workers), _chosen(row), _share(failed(row), row)]
+        cells = [row.label, str(row.record.asked.workers), _chosen(row), _share(failed(row), row)]
         cells += [_figure(row, read, decimals) for _, read, decimals in figures(row).values()]
         cells += [_figure(row, STALENESS.read, 2)] if stale else []
         cells += [_switched(row)] if switched else []
@@ -230,13 +223,13 @@ def _share(seeds: set[int], row: Row) -> str:
 
 def _chosen(row: Row) -> str:
     """The settings that its trials chose, without their paths."""
-    tuned = row.runs[0].record.tuned
+    tuned = row.runs[0].record.asked.tuned
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in tuned.items()) or "none"
 
 
 def _switched(row: Row) -> str:
     """After which steps, and in how many of its runs."""
-    steps = [run.record.switched_at_step for run in row.runs]
+    steps = [run.record.switching.at_step for run in row.runs]
     at = sorted(step for step in steps if step is not None)
     return f"{at[0]} to {at[-1]}, in {len(at)} of {len(steps)}" if at else "never"
 

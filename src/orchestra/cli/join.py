@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchestra.cli.terminal import Parser
 from orchestra.cli.train import check_task
 from orchestra.engines.events import RUN_OVER
 from orchestra.engines.processes.environment import JOIN_VARIABLE
@@ -19,48 +18,14 @@ from orchestra.engines.processes.training import join_run
 from orchestra.errors import InputError, RunFailed, tell
 from orchestra.experiments.experiment import only_run
 from orchestra.experiments.file import load
-from orchestra.experiments.run import PARENT, fresh_folder
-from orchestra.records.record import EXPERIMENT, write_atomically
+from orchestra.experiments.run import fresh_folder
+from orchestra.records.files import EXPERIMENT, PARENT, steps_file, write_atomically
 from orchestra.transports.handshake import from_environment
-
-DESCRIPTION = """\
-Join a run under way, as one rank more, or as one in the place of a rank that is lost.
-
-The run has been started by `orchestra train` with min_ranks. This process loads the same task, gets
-ready, and tells the run; then all ranks go on with one rank more, from a state that they can have
-together: the last step or average, or a checkpoint for which they come to rest. Ctrl-C or SIGTERM
-leaves the run, which goes on.
-
-RUN is the folder of the run, if this machine has it. Elsewhere it is the address that its join.json
-names, with a copy of that file as --secret: whoever holds it can join. For other machines the run
-has to listen on an address that they reach: ORCHESTRA_HOST=ADDRESS orchestra train ...
-"""
-
-EPILOG = """\
-examples:
-  orchestra join runs/first
-      one rank more for the run with that folder
-
-  orchestra join runs/first --spare
-      a rank that is ready, and is taken in once another one is lost
-
-  orchestra join 10.0.0.1:40123 --secret join.json
-      from another machine; records of this rank go into a new folder in runs/
-
-docs/running.md says which runs can be joined, and what it costs them.
-"""
 
 ADDRESS = re.compile(r"(?P<host>.+):(?P<port>[0-9]+)")
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser("join", DESCRIPTION, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="the run's folder, or HOST:PORT")
-    parser.option("--secret", "FILE", "a copy of the run's join.json, with HOST:PORT", type=Path)
-    out = "for this rank's records, if the run's folder is not here (default: a new one in runs/)"
-    parser.option("--out", "DIR", out, type=Path)
-    parser.flag("--spare", "wait until a rank is lost, and take its place")
-    options = parser.read(arguments)
+def main(options: Namespace) -> int:
     entrance = _entrance(options.run, options.secret)
     place = ask(entrance, from_environment(os.environ))
     if not place.experiment:
@@ -85,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     except RunFailed as failure:
         if str(failure) != RUN_OVER:
             raise
-        (folder / f"steps-rank-{place.rank}.jsonl").unlink(missing_ok=True)
+        steps_file(folder, place.rank).unlink(missing_ok=True)
         print("the run is over; this rank was not needed")
         return 0
     print(f"the run has ended after step {report.steps}; {report.samples} samples were read here")

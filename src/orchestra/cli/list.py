@@ -1,24 +1,23 @@
-"""`orchestra list`: the names that an experiment may use, and the settings of each."""
+"""`orchestra list`: the names that an experiment may use, and the settings of each.
+
+The names alone are to answer at once: what the description of one of them needs is imported there.
+"""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from orchestra.cli.terminal import Parser
-from orchestra.cluster import CLUSTERS, Jitter, load_cluster
-from orchestra.cluster.file import cluster_text, is_file
+from orchestra.cluster import CLUSTERS, Jitter
 from orchestra.cluster.nodes import ASSUMED
 from orchestra.compression.base import Compressor
 from orchestra.data import SHARDINGS
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.file import TRAINING_KEYS
+from orchestra.module_path import admit_working_folder
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.records.terminal import Terminal
 from orchestra.settings import Described, Registry, Settings, describe, parse
@@ -29,23 +28,6 @@ from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.balancing import BALANCINGS
-from orchestra.trainer.settings import Target, Training
-
-DESCRIPTION = """\
-Show the names that an experiment may use, each with one line; or, for one NAME, what it does and
-the meaning, values and default of each of its settings. NAME may be a heading, too: clusters,
-tasks, optimizers.
-
-A cluster with its settings, 'lan_1gbit(nodes=8)', or the file of one, is written out in full, as a
-file that says the same; or drawn, with --draw.
-"""
-
-EPILOG = """\
-examples:
-  orchestra list ParameterServer
-  orchestra list clusters
-  orchestra list 'two_sites(nodes=6)' --draw sites.png --ranks 6
-"""
 
 HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "strategies": (STRATEGIES, None),
@@ -66,7 +48,7 @@ NODES = f"""\
 Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \
 a file, makes them exact. Single() is on the node that is fastest on the task, on one device if \
 it has any; other ranks are where the cluster places them. Where a file gives nodes memory, a run \
-that has no room is refused. docs/clusters.md has more."""
+that has no room is refused. docs/reference/clusters.md has more."""
 EXPLANATION = """\
 "fast on": best, or within 5 % of the best, by the seconds to a target. A variant without it was \
 not fastest on any task in real runs ({real}), nor on any cluster in simulated runs \
@@ -78,13 +60,10 @@ GROUPS = Described(
 _NARROWEST = 20  # columns of text, on however small a terminal
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser("list", DESCRIPTION, EPILOG)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a name, or package.module:Name")
-    parser.option("--draw", "FILE", "draw a cluster: .png or .svg", type=Path)
-    parser.option("--ranks", "N", "with --draw: show where they are", type=int)
-    options = parser.read(arguments)
+def main(options: Namespace) -> int:
     name: str | None = options.name
+    if name is not None and ":" in name:  # a module of the user's own, perhaps in this folder
+        admit_working_folder()
     if options.draw is not None or options.ranks is not None:
         _draw(name, options.draw, options.ranks)
     elif name is None:
@@ -100,10 +79,10 @@ def main(arguments: Sequence[str]) -> int:
         _print_names(heading)
         if "clusters" in heading:
             _print_indented(NODES, 0)
+    elif name in ("instances", "instance"):
+        print(_instances())
     elif name == "experiment":
         _describe_experiment()
-    elif "(" in name or is_file(name):
-        print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
         _describe(name)
     return 0
@@ -116,6 +95,8 @@ def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
         raise InputError(f"--draw {path}: is neither .png nor .svg")
     if ranks is not None and ranks < 1:
         raise InputError(f"--ranks {ranks}: has to be 1 or more")
+    from orchestra.cluster.file import load_cluster
+
     cluster = load_cluster(name, where="list", folder=Path())
     from orchestra.report.figures.cluster import cluster_figure
     from orchestra.report.figures.frame import save_as
@@ -137,9 +118,23 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
     titles["the rest"] = [
         ("experiment", "The keys of an experiment file."),
         ("optimizers", "Those of torch.optim, with their arguments."),
-        ("Target", _first_line(Target)),
+        ("instances", "Machines of a cloud, for orchestra import."),
+        ("Target", "What a training is to reach: target in an experiment file."),
     ]
     return titles
+
+
+def _instances() -> str:
+    from orchestra.cluster.machines import instances
+
+    rows = [f"{'instance':20}{'vCPUs':>6}{'GPUs':>9}{'Gbit/s':>8}{'USD/h':>12}"]
+    for name, row in instances().items():
+        gpus = f"{row['gpus']} {row['gpu']}" if row["gpu"] else ""
+        network, price = f"{int(row['network']) / 1000:g}", row["usd_per_hour"] or "-"
+        rows.append(f"{name:20}{row['vcpus']:>6}{gpus:>9}{network:>8}{price:>12}")
+    dates = ", ".join(sorted({row["date"] for row in instances().values()}))
+    rows.append(f"Linux, on demand, in us-east-1 on {dates}; ask your provider for yours.")
+    return "\n".join(rows)
 
 
 def _resolved(registry: Registry) -> dict[str, Any]:
@@ -215,6 +210,11 @@ def _optimizers() -> list[tuple[str, ...]]:
 
 
 def _describe(name: str) -> None:
+    from orchestra.cluster.file import cluster_text, is_file, load_cluster
+
+    if "(" in name or is_file(name):
+        print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
+        return
     target = _find(name)
     settings = describe(target) if _is(target, Settings) else None
     signature = str(inspect.signature(target)) if callable(target) else ""
@@ -245,6 +245,8 @@ def _print_after_loss(name: str, strategy: type[Strategy]) -> None:
 
 def _find(name: str) -> Any:
     if name == "Target":
+        from orchestra.trainer.settings import Target
+
         return Target
     for registry in REGISTRIES:
         if registry.knows(name):
@@ -254,6 +256,10 @@ def _find(name: str) -> Any:
 
 
 def _describe_experiment() -> None:
+    from orchestra.experiments.experiment import Experiment
+    from orchestra.experiments.file import TRAINING_KEYS
+    from orchestra.trainer.settings import Training
+
     print("The keys of an experiment file; task and strategies are required.\n")
     name, *rows = (row for row in describe(Experiment) if row.name != "training")
     rows += (row for row in describe(Training) if row.name in TRAINING_KEYS)
@@ -261,6 +267,8 @@ def _describe_experiment() -> None:
 
 
 def _print_settings(rows: Sequence[Described]) -> None:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("setting", "values", "default", "meaning"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")

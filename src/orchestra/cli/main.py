@@ -17,71 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orchestra import __version__
-from orchestra.errors import InputError, RunFailed, nearest, tell
+from orchestra.cli.commands import ORCHESTRA, Command, CommandGroup
+from orchestra.errors import InputError, RunFailed, tell
+from orchestra.module_path import admit_working_folder, without_working_folder
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """The errors of a failed write for which the system names no file."""
 
-HELP = """\
-usage: orchestra COMMAND [ARGUMENT ...]
-
-Orchestra trains a PyTorch model on several processes under any distribution strategy, by
-naming the strategy: a task says what to train, a strategy when the processes exchange what.
-
-commands:
-  compare  train a task under every strategy of a file, and report on them side by side
-  simulate the same in virtual time, on a cluster that you describe
-  plan     which strategy for your model on your machines, and what it gains
-  map      which strategy is first where, as bandwidth, nodes or speeds vary: a figure
-  train    train a task under one strategy, and write the record of the run
-  join     join a run under way, as one rank more
-  watch    show a run or a comparison in the terminal, while it goes on or afterwards
-  report   make a report of any past runs
-  replay   repeat a recorded run to the same bits, and stop where you like
-  bench    measure speed on this machine, beside peers measured in the same run
-  calibrate measure what a simulation needs to know of this machine
-  emulation check, use and clean up clusters that Linux emulates on this machine
-  import   write the file of a cluster of a cloud's instances
-  studio   a local web page: time, timeline and scaling of strategies as you move sliders
-  list     show strategies, tasks and schedules, or the settings of one of them
-
-  orchestra COMMAND --help says more about each. --version shows the version.
-
-examples:
-  orchestra compare examples/quickstart.yaml
-      every strategy of the file on the same data, one after the other, and runs/quickstart-1/
-      report.html with the answer: which was first, why, and did distributing pay
-
-  orchestra train --task digits --strategy 'AllReduce("ring")'
-      four processes, a small CNN on handwritten digits, gradients averaged round a ring
-
-  orchestra train experiment.yaml --ranks 2 --set optimizer.lr=0.05 --out runs/first
-      what the file says, with two changes; the same command again resumes it
-
-  orchestra simulate examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --ranks 8
-      the same comparison on eight machines that you do not have
-
-  orchestra list ParameterServer
-      what a parameter server is here, and each of its settings
-"""
-
-COMMANDS = {
-    "bench": "orchestra.cli.bench:bench",
-    "calibrate": "orchestra.cli.bench:calibrate",
-    "compare": "orchestra.cli.compare:main",
-    "emulation": "orchestra.cli.clusters:emulation",
-    "import": "orchestra.cli.clusters:import_cluster",
-    "join": "orchestra.cli.join:main",
-    "list": "orchestra.cli.list:main",
-    "map": "orchestra.cli.plan:draw",
-    "plan": "orchestra.cli.plan:main",
-    "replay": "orchestra.cli.train:replay",
-    "report": "orchestra.cli.compare:report",
-    "simulate": "orchestra.cli.compare:simulate",
-    "studio": "orchestra.cli.watch:studio",
-    "train": "orchestra.cli.train:main",
-    "watch": "orchestra.cli.watch:main",
-}
+MOVED = (
+    "orchestra bench is gone: in a clone of Orchestra's repository, run python -m benchmarks.step "
+    "or python -m benchmarks.fidelity"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,30 +83,36 @@ def _drop_output() -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
-    command, *rest = arguments
-    if command == "--version":
+    if arguments[:1] == ["--version"]:
         print(f"orchestra {__version__}")
         return 0
-    if command not in COMMANDS:
-        kind = "option" if command.startswith("-") else "command"
-        raise InputError(f"unknown {kind} {command!r}; {nearest(command, COMMANDS)}")
-    try:
-        here = str(Path.cwd())
-    except FileNotFoundError:
-        raise InputError("the working directory is gone; change to one that is there") from None
-    # For package.module:function. After what is installed: no file here may stand in for a package.
-    if sys.path[0] in ("", here):  # from `python -m`
-        del sys.path[0]
-    if here not in sys.path:
-        sys.path.append(here)
-    module, _, function = COMMANDS[command].partition(":")
-    status = getattr(importlib.import_module(module), function)(rest)
-    assert isinstance(status, int)
+    if arguments[:1] == ["bench"]:
+        raise InputError(MOVED)
+    found: Command | CommandGroup = ORCHESTRA
+    words = arguments
+    while isinstance(found, CommandGroup):
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(found.overview(), end="")
+            return 0
+        found, words = found.find(words[0]), words[1:]
+    status = _carry_out(found, words)
     # Here, where a full disk or a closed pipe still becomes a line and a status.
     sys.stdout.flush()
+    return status
+
+
+def _carry_out(command: Command, words: list[str]) -> int:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise InputError("the working directory is gone; change to one that is there") from None
+    with without_working_folder():
+        options = command.parser().read(words)
+        if command.trains:
+            admit_working_folder()
+        module, _, function = command.action.partition(":")
+        status = getattr(importlib.import_module(module), function)(options)
+    assert isinstance(status, int)
     return status
 
 

@@ -9,71 +9,31 @@ import os
 import re
 import shlex
 import string
-import textwrap
-from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.table import Table
-
-from orchestra.cli.terminal import Parser, entries, numbers, progress_line
-from orchestra.cli.train import check_task
+from orchestra.cli.terminal import progress_line
+from orchestra.cli.train import check_task, entries
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
-from orchestra.planning.answer import Plan, Row, target_text, time_text
-from orchestra.planning.api import MINUTES, carry_out, planned
+from orchestra.planning.answer import PlanAnswer, target_text
+from orchestra.planning.api import carry_out, planned
 from orchestra.planning.map import Check, Map, Plane, loaded, read_axis
 from orchestra.planning.map_survey import draw_map
-from orchestra.records.record import write_atomically
+from orchestra.planning.table import ON_TERMINALS, candidates_sheet
+from orchestra.records.files import write_atomically
 from orchestra.records.terminal import Terminal
-from orchestra.report.numbers import or_dash, significant
+from orchestra.report.numbers import significant
+from orchestra.report.sheet import Cell, Column, Sheet, terminal
 from orchestra.settings.reading import Entry
-
-DESCRIPTION = """\
-Which strategy trains your model soonest on your machines, and what does it gain? Candidates
-(strategies with their settings, numbers of nodes, batches and learning rates) are simulated on the
-cluster that you describe: all without values first, which gives the speed of each; then with real
-gradients those that may still win, in rungs after each of which the worse half is dropped. The
-answer is a table, one sentence, and one command that trains the recommended candidate. Where one
-machine is as fast, that is the answer.
-
-The experiment file needs a task and a length, epochs or steps; its strategies are candidates too.
-Its global batch and learning rate are those that others are multiples of. Without a calibration of
-this machine for the task a fifth of the time goes into one (--set calibration=none: none is made).
-
-Ctrl-C ends the search with the answer so far. Exit status: 0 there is an answer, 1 none was found
-or the search was stopped, 2 bad input.
-"""
-
-EPILOG = """\
-examples:
-  orchestra plan examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --minutes 3
-
-  cd examples && orchestra plan --task own_task:spam --cluster clusters/four.yaml \\
-      --target 'accuracy>=0.9' --set epochs=5 --set batch_size=96
-      a task of your own, in own_task.py beside you, on machines that a file of ten lines describes
-
-  torchrun --nnodes 4 ... -m orchestra plan experiment.yaml --cluster machines.yaml --measure
-  orchestra plan experiment.yaml --cluster machines.yaml
-      on each of four machines: measure them, and write the file; then on the first one: plan on it
-"""
 
 SHOWN = 12  # the most rows of the table; plan.json has all
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = planning_parser("plan", DESCRIPTION, EPILOG, "the machines", MINUTES)
-    measure = "in all processes of a launcher, one or more a machine: write the file --cluster of "
-    parser.flag("--measure", measure + "the machines that they are on, and end")
-    verify = "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
-    verify += "cluster of one node: on this machine): predicted beside measured"
-    parser.flag("--verify", verify)
-    parser.flag("--no-report", "write no plan.html", action="store_false", dest="report")
-    options = parser.read(arguments)
-    # For the command that is printed after --measure
-    options.given = arguments
+def main(options: argparse.Namespace) -> int:
     launched = detect(os.environ)
     if options.measure:
         return _measure(options, launched)
@@ -105,7 +65,7 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
     # The first rank writes the file; others may share its file system and see it already.
     if launched.rank == 0 and path.exists():
         raise InputError(f"--cluster {path}: is there already; name a new file for --measure")
-    from orchestra.bench.calibrate.machines import as_cluster, measure_here
+    from orchestra.calibration.machines import as_cluster, measure_here
 
     training = experiment.training
     # The whole batch: the speeds of nodes are compared, not those of ranks
@@ -127,29 +87,6 @@ def _measure(options: argparse.Namespace, launched: Launched | None) -> int:
     given = [word for word in options.given if word != "--measure"]
     print(f"plan on it, on {cluster.nodes[0].name}:\n{shlex.join(['orchestra', 'plan', *given])}")
     return 0
-
-
-def planning_parser(
-    command: str, description: str, epilog: str, cluster: str, minutes: float
-) -> Parser:
-    """Return a parser with the options of plan and map; `cluster` is the help text of --cluster."""
-    parser = Parser(command, description, epilog)
-    file = "a YAML file"
-    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT", help=file)
-    parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
-    parser.option("--cluster", "CLUSTER", f"{cluster}: a preset, or a file", required=True)
-    target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "
-    target += "the loss that one process reaches in 3/4 of the samples)"
-    parser.option("--target", "TARGET", target)
-    limit = f"that the search may take, a calibration included (default: {minutes:g})"
-    parser.option("--minutes", "M", limit, type=float, default=minutes)
-    seeds = "of the runs that decide (default: the file's, else 0,1,2)"
-    parser.option("--seeds", "N[,N...]", seeds, type=numbers)
-    changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
-    parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
-    out = f"the {command}'s folder (default: a new one in runs/)"
-    parser.option("--out", "DIR", out, type=Path)
-    return parser
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
@@ -182,7 +119,7 @@ def read_target(text: str) -> dict[str, object]:
         raise InputError(f"--target: {text!r} is no target; write 'accuracy>=0.9'") from None
 
 
-def print_plan(plan: Plan) -> None:
+def print_plan(plan: PlanAnswer) -> None:
     """Print the table, the answer, the notes, what was verified, and the command."""
     console = Terminal()
     # Those without a speed were refused, or there was no time; plan.json says which
@@ -191,7 +128,9 @@ def print_plan(plan: Plan) -> None:
         if plan.target is not None:
             console.print(f"target: {target_text(plan.target)}")
         console.print(f"costs: {plan.costs}")
-        console.print(_plan_table(plan, rows))
+        shown = candidates_sheet(replace(plan, rows=rows))
+        brief = shown.only(lambda column, _: column.key in ON_TERMINALS)
+        console.print(terminal(brief, console.width))
         if len(plan.rows) > len(rows):
             console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
     console.print(plan.headline, style="bold")
@@ -214,64 +153,7 @@ def print_plan(plan: Plan) -> None:
         console.print(f"--strategy {shlex.quote(plan.adaptive)}", soft_wrap=True)
 
 
-def _plan_table(plan: Plan, rows: Sequence[Row]) -> Table:
-    metric = "best" if plan.target is None else plan.target.metric
-    lines = textwrap.wrap(metric.replace("_", "_ "), 12)  # long names of metrics, between words
-    heading = "\n".join(line.replace(" ", "") for line in lines)
-    priced = next((row.currency for row in rows if row.cost is not None), None)
-    # With a price, a terminal of 80 columns is full
-    gap = 1 if priced else 2
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    table.add_column("candidate", min_width=16, overflow="fold")
-    for name in ("nodes", "batch", "samples/s", "s to target", heading, *filter(None, [priced])):
-        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
-    table.add_column("bottleneck", no_wrap=True, overflow="fold")
-    for row in rows:
-        cells = [row.name, str(len(row.nodes)), str(row.batch), or_dash(row.speed), time_text(row)]
-        cells.append("-" if row.best is None else f"{row.best:.4g}")
-        cells += [or_dash(row.cost)] * (priced is not None)
-        # Without its percentage, which would make the column as wide as the names
-        table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
-    return table
-
-
-MAP_MINUTES, POINTS = 15.0, 8
-
-MAP = """\
-Which strategy trains your model first, depending on the cluster? Two quantities of the cluster
-vary, and a figure shows the region in which each strategy reaches the target first, lines of equal
-time, and where one machine beats all. What each strategy learns is simulated once with real
-gradients; its speed is simulated at each point without values.
-
-A quantity is one of
-  bandwidth      of the slowest link; all others change in proportion
-  latency        of the longest link, one way; all others change in proportion
-  slowest_node   speed of the slowest node, in parts of the fastest
-  nodes          how many there are: the first of the file; beyond its last one they repeat
-or a place in the cluster's file, such as nodes.old.cores or switches.site.link.bandwidth. A range
-FIRST..LAST is divided in equal ratios; A,B,C are values themselves.
-
-Ctrl-C ends it. Exit status: 0 a map was drawn, 1 none was or it was stopped, 2 bad input.
-"""
-
-MAP_EPILOG = """\
-examples:
-  orchestra map examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' \\
-      --x bandwidth --y slowest_node
-  orchestra map examples/quickstart.yaml --cluster 'lan_1gbit(nodes=4)' \\
-      --x 'bandwidth=10 Mbit/s..10 Gbit/s' --y nodes=2,4,8,16 --points 6 --minutes 5
-"""
-
-
-def draw(arguments: Sequence[str]) -> int:
-    parser = planning_parser("map", MAP, MAP_EPILOG, "that varies", MAP_MINUTES)
-    parser.option("--x", "KEY[=VALUES]", "what varies from left to right", required=True)
-    parser.option("--y", "KEY[=VALUES]", "what varies upwards", required=True)
-    points = f"values of a side that has a range (default: {POINTS})"
-    parser.option("--points", "N", points, type=int, default=POINTS)
-    verify = "then train the first two strategies of N points on emulated nodes (Linux, as root)"
-    parser.option("--verify", "N", verify, type=int, default=0)
-    options = parser.read(arguments)
+def draw(options: argparse.Namespace) -> int:
     experiment = experiment_of(options)
     if not 2 <= options.points <= 64:
         raise InputError(f"--points: {options.points} is not 2 to 64")
@@ -297,7 +179,10 @@ def print_map(drawn: Map) -> None:
     console.print(f"costs: {drawn.costs}")
     if drawn.points:
         letters = dict(zip(drawn.winners, string.ascii_uppercase, strict=False))
-        console.print(_grid(drawn, letters))
+        grid = terminal(_grid(drawn, letters), console.width)
+        grid.title = f"{drawn.plane.x.title} →, {drawn.plane.y.title} ↑"
+        grid.title_justify = "left"
+        console.print(grid)
         for name, letter in letters.items():
             console.print(f"  {letter}  {name}: {drawn.strategies[name]}", soft_wrap=True)
     for text in drawn.left_out:
@@ -309,22 +194,19 @@ def print_map(drawn: Map) -> None:
         console.print(f"figure: {drawn.folder / 'map.png'}", soft_wrap=True)
 
 
-def _grid(drawn: Map, letters: dict[str, str]) -> Table:
+def _grid(drawn: Map, letters: dict[str, str]) -> Sheet:
     """Return a table with the first strategy and its seconds in each cell; y goes upwards."""
     x, y = drawn.plane.x, drawn.plane.y
-    table = Table(box=None, pad_edge=False, title=f"{x.title} →, {y.title} ↑", title_justify="left")
     known = {(point.x, point.y): point for point in drawn.points}
-    table.add_column("", justify="right")
-    for value in x.values:
-        table.add_column(x.text(value), justify="right")
+    lines = []
     for row in reversed(y.values):
         points = [known.get((value, row)) for value in x.values]
-        cells = [
+        texts = [
             f"{letters.get(p.winner, '?')} {significant(p.seconds[p.winner])}" if p else "-"
             for p in points
         ]
-        table.add_row(y.text(row), *cells)
-    return table
+        lines.append([Cell(text) for text in (y.text(row), *texts)])
+    return Sheet([Column(title, title) for title in ("", *map(x.text, x.values))], lines)
 
 
 def _check_text(drawn: Map, check: Check) -> str:

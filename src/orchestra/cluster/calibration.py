@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestra.cluster.nodes import Jitter, LogNormal, MemoryCosts, Overhead, Sharing
+from orchestra.cluster.nodes import (
+    Jitter,
+    LogNormal,
+    MemoryCosts,
+    Overhead,
+    Sharing,
+    TransferCosts,
+)
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
 from orchestra.settings.base import from_plain
@@ -24,7 +31,7 @@ NORMAL_QUARTILE = 0.6745
 WIRE = 1538 / 1448
 """Bytes on Ethernet per byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
 MAX_WAITED = 0.1
-"""The most of the processor time that others may take from a measurement (decision 40)."""
+"""The most of the processor time that others may take from a measurement."""
 MAX_SPREAD = 0.3
 """The largest spread of repeats that agree: half of their interquartile range over the median. With
 this spread a simulation would draw jitter with a standard deviation of 0.44."""
@@ -94,7 +101,7 @@ class Curve:
         amounts = [amount for amount, _ in self.points]
         if not amounts or min(amounts) < 1 or amounts != sorted(set(amounts)):
             raise ValueError("the amounts of a curve have to rise, from 1 on")
-        # The simulation's compute refuses zero (decision 30)
+        # The simulation's compute refuses zero seconds.
         if not all(seconds > 0 and math.isfinite(seconds) for _, seconds in self.points):
             raise ValueError("the seconds of a curve have to be above 0")
 
@@ -232,7 +239,7 @@ def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
         return last * (serial + (1 - serial) / threads) / (serial + (1 - serial) / most)
     place = bisect_right(measured, threads, key=lambda point: point[0])
     (few, slow), (many, fast) = measured[place - 1 : place + 1]
-    # Straight over 1 / threads, which is exact under Amdahl's law (decision 39)
+    # Linear over 1 / threads, which is exact under Amdahl's law.
     part = (1 / few - 1 / threads) / (1 / few - 1 / many)
     return slow + (fast - slow) * part
 
@@ -277,6 +284,8 @@ class Calibration:
     in_memory: MemoryCosts | None = None
     # Messages between ranks that share memory; None in a file of an earlier version
     near: MessageTimes | None = None
+    # Transfers of collectives through sockets; None in a file of an earlier version
+    transfers: MessageTimes | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
         """Return the quality of all figures together that a simulation of `task` goes by."""
@@ -300,7 +309,7 @@ class Calibration:
         return replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
-        """Return the costs of messages beside the links that they cross, in training `task`."""
+        """Return the costs of messages in training `task`, in addition to the links they cross."""
         points = self.work["add"].points
         (fewer, short), (more, long) = points[0], points[-1]
         in_memory = self.in_memory or MemoryCosts()
@@ -318,6 +327,11 @@ class Calibration:
             collective=self.messages.collective,
             handling=self.messages.handling,
             in_memory=in_memory,
+            transfers=(
+                TransferCosts(self.transfers.send, self.transfers.receive)
+                if self.transfers is not None
+                else TransferCosts()
+            ),
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:
@@ -328,7 +342,7 @@ class Calibration:
     def cluster(self) -> str:
         """The notation of this machine as a cluster."""
         bandwidth = BANDWIDTH.write(float(f"{self.messages.bandwidth:.3g}"))
-        # Loopback's latency is next to nothing, and may come out at 0 or below (decision 30).
+        # The measured latency of loopback is close to zero and may be negative.
         latency = SECONDS.write(float(f"{max(self.messages.latency, 1e-9):.3g}"))
         return f'one_host({self.cores}, bandwidth="{bandwidth}", latency="{latency}")'
 
@@ -341,7 +355,7 @@ def read_calibration(path: Path) -> Calibration:
     """Return what was measured, from the file at `path`.
 
     Raises:
-        InputError: there is none, or it is damaged, or of another version.
+        InputError: the file is missing, damaged, or of another version.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

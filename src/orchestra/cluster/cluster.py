@@ -14,6 +14,7 @@ from orchestra.cluster.faults import (
     Death,
     Delay,
     Fault,
+    Join,
     LinkCut,
     LinkSlow,
     Pause,
@@ -23,10 +24,12 @@ from orchestra.cluster.faults import (
     rank_of,
 )
 from orchestra.cluster.nodes import Channel, Link, NetworkSwitch, Node, Overhead, Path
+from orchestra.cluster.units import SECONDS
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
 F = TypeVar("F", bound=Fault)
+S = TypeVar("S", Pause, Death)
 Part = tuple[str, str | int]
 """The place of something in a cluster: ("nodes", "worker-3"), ("faults", 0), ("placement", "")."""
 
@@ -50,7 +53,7 @@ class Cluster(Settings):
     placement: Literal["spread", "packed"] | tuple[str, ...] = setting(
         REQUIRED, "of ranks: one a node in turn, node by node as cores last, or names of nodes"
     )
-    faults: tuple[Fault, ...] = setting((), "what goes wrong, and when")
+    faults: tuple[Fault, ...] = setting((), "what goes wrong, and which ranks join, and when")
     tcp: bool = setting(True, "whether messages between nodes go by TCP; false: natively")
     overhead: Overhead | None = setting(
         None, "what messages cost beside the links; none: as calibrated"
@@ -99,8 +102,18 @@ class Cluster(Settings):
 
     # Where the ranks are
 
+    @cached_property
+    def joins(self) -> tuple[Join, ...]:
+        """The ranks that join, in the order of their numbers, which follow those of the start."""
+        return tuple(sorted(self._faults(Join), key=lambda join: join.at))
+
+    def alone_on(self, name: str) -> Cluster:
+        """Return the cluster with one rank, on the node `name`, which nobody joins."""
+        faults = tuple(fault for fault in self.faults if not isinstance(fault, Join))
+        return replace(self, placement=(name,), faults=faults)
+
     def nodes_of(self, ranks: int) -> tuple[Node, ...]:
-        """Return the node of each of `ranks` ranks.
+        """Return the node of each rank: of the `ranks` at the start, and of those that join.
 
         Raises:
             InputError: the placement names another number of ranks, or a fault befalls none.
@@ -111,13 +124,19 @@ class Cluster(Settings):
         return self._placed[ranks]
 
     def threads_of(self, ranks: int, chosen: int | None = None) -> tuple[int, ...]:
-        """Return how many threads each of `ranks` ranks computes with; see `Node.threads`."""
+        """Return how many threads each rank computes with; see `Node.threads`. Those of the start
+        keep theirs, however many join."""
         nodes = self.nodes_of(ranks)
-        there = Counter(node.name for node in nodes)
-        return tuple(node.threads(there[node.name], chosen) for node in nodes)
+        there = Counter(node.name for node in nodes[:ranks])
+        threads = [node.threads(there[node.name], chosen) for node in nodes[:ranks]]
+        for node in nodes[ranks:]:
+            there[node.name] += 1
+            threads.append(node.threads(there[node.name], chosen))
+        return tuple(threads)
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return the bytes/s of each rank's part of its node's link (a single node: loopback)."""
+        """Return the bytes/s of each rank's part of its node's link (a single node: loopback), once
+        all have joined."""
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(
@@ -131,11 +150,13 @@ class Cluster(Settings):
         for fault in self.faults:
             for name in fault.names:
                 rank = rank_of(name)
-                if rank is not None and rank >= ranks:
+                if rank is not None and rank >= ranks + len(self.joins):
                     raise InputError(
                         f"cluster {self.name}: a fault befalls {name}, but ranks are 0 to "
-                        f"{ranks - 1}; raise ranks or change faults"
+                        f"{ranks + len(self.joins) - 1}; raise ranks or change faults"
                     )
+                if isinstance(fault, Pause | Death) and rank is not None:
+                    self._require_there(fault, rank, ranks)
         order: Iterable[Node] = self.nodes
         if self.placement == "packed":
             order = (node for node in self.nodes for _ in range(node.slots))
@@ -146,7 +167,19 @@ class Cluster(Settings):
                     f"cluster {self.name} places {len(self.placement)} ranks, but there are "
                     f"{ranks}; name a node for each, or write ranks: spread or packed"
                 )
-        return tuple(islice(cycle(order), ranks))
+        joining = (self._by_name[join.node] for join in self.joins)
+        return (*islice(cycle(order), ranks), *joining)
+
+    def _require_there(self, fault: Pause | Death, rank: int, ranks: int) -> None:
+        if not self._is_there(rank, ranks, fault.at):
+            raise InputError(
+                f"cluster {self.name}: {type(fault).__name__} befalls rank {rank} at "
+                f"{SECONDS.write(fault.at)}, before it has joined; change faults"
+            )
+
+    def _is_there(self, rank: int, ranks: int, time: float) -> bool:
+        """Return whether `rank` has joined before `time`, or began with the run."""
+        return rank < ranks or time > self.joins[rank - ranks].at
 
     # What a message crosses
 
@@ -216,13 +249,12 @@ class Cluster(Settings):
 
     def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
         """Return the times (from, to) at which `rank` is stopped, rising and disjoint."""
-        own = (fault for fault in self._faults(Pause) if self._means(fault.of, rank, ranks))
+        own = self._befalling(Pause, rank, ranks)
         return joined((fault.at, fault.at + fault.seconds) for fault in own)
 
     def death(self, rank: int, ranks: int) -> float | None:
         """Return when `rank` dies; None if it does not."""
-        own = (fault for fault in self._faults(Death) if self._means(fault.of, rank, ranks))
-        return min((fault.at for fault in own), default=None)
+        return min((fault.at for fault in self._befalling(Death, rank, ranks)), default=None)
 
     def delay(self, source: int, target: int, ranks: int, time: float) -> float:
         """Return the seconds that a message between two ranks arrives later if sent at `time`."""
@@ -234,6 +266,14 @@ class Cluster(Settings):
             and self._means(fault.source, source, ranks)
             and self._means(fault.target, target, ranks)
         )
+
+    def _befalling(self, kind: type[S], rank: int, ranks: int) -> list[S]:
+        """Return the faults of `kind` of a rank or its node, once the rank is there."""
+        return [
+            fault
+            for fault in self._faults(kind)
+            if self._means(fault.of, rank, ranks) and self._is_there(rank, ranks, fault.at)
+        ]
 
     def _faults(self, kind: type[F]) -> list[F]:
         return [fault for fault in self.faults if isinstance(fault, kind)]
@@ -305,7 +345,7 @@ class Cluster(Settings):
             _require(part, fault.of, linked, "no link of")
             return
         for name in fault.names:
-            if rank_of(name) is None or isinstance(fault, SlowDown):
+            if rank_of(name) is None or isinstance(fault, SlowDown | Join):
                 _require(part, name, self._by_name, "there is no node")
 
 

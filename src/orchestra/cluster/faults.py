@@ -1,4 +1,4 @@
-"""The faults of a cluster, in seconds since the beginning of a run."""
+"""The faults of a cluster, and the ranks that join, in seconds since the beginning of a run."""
 
 from __future__ import annotations
 
@@ -134,8 +134,24 @@ class Death(Fault):
     at: float = quantity(SECONDS, REQUIRED, "when it dies", low=0)
 
 
+@dataclass(frozen=True, repr=False)
+class Join(Fault):
+    """A further rank joins the run, as by `orchestra join`; a spare one, once a rank is lost."""
+
+    WORDS: ClassVar = "{self.role} {at}"
+    node: str = setting(REQUIRED, "name of the node that it is on")
+    _: KW_ONLY
+    at: float = quantity(SECONDS, REQUIRED, "when it is ready", low=0)
+    spare: bool = setting(False, "whether it waits until a rank is lost")
+
+    @property
+    def role(self) -> str:
+        """The beginning of its `words`."""
+        return "a spare from" if self.spare else "a rank joins at"
+
+
 FAULTS: dict[str, type[Fault]] = {
-    cls.__name__: cls for cls in (SlowDown, Pause, Death, LinkCut, LinkSlow, Delay)
+    cls.__name__: cls for cls in (SlowDown, Pause, Death, LinkCut, LinkSlow, Delay, Join)
 }
 
 

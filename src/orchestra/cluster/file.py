@@ -18,6 +18,7 @@ from orchestra.settings.base import default_of, settings_of
 from orchestra.settings.reading import (
     Entry,
     Reader,
+    document_in,
     mapping,
     read_document,
     refuse_others,
@@ -49,6 +50,7 @@ READER: Reader = Reader(
         "of": "worker-3",
         "receive": LINE,
         "send": LINE,
+        "spare": "true",
         "tcp": "true",
         "up": LINK,
         "wire": "1.06",
@@ -60,6 +62,7 @@ READER: Reader = Reader(
     },
 )
 
+NEEDED, EXAMPLE = "nodes and ranks", "ranks: spread"
 _NODES = "{worker: {count: 8, cores: 4, speed: 1}}"
 _FAULT = "Death: {of: worker-3, at: 90 s}"
 
@@ -100,7 +103,18 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         InputError: one line with the file, the line, the key, what is wrong, and the remedy.
     """
-    document = read_document(path, needs="nodes and ranks", example="ranks: spread")
+    return cluster_in(cluster_document(path), path)
+
+
+def cluster_document(path: Path, text: str | None = None) -> dict[str, Entry]:
+    """Return the keys of the file `path`, or of the `text` that it would have."""
+    if text is None:
+        return read_document(path, needs=NEEDED, example=EXAMPLE)
+    return document_in(text, str(path), needs=NEEDED, example=EXAMPLE)
+
+
+def cluster_in(document: Mapping[str, Entry], path: Path) -> Cluster:
+    """Return the cluster that the keys of the file `path` describe; raise as `read_cluster`."""
     refuse_others(document, "", KEYS)
     require(document, {"nodes": _NODES, "ranks": "spread"}, str(path))
     # Where each part stands, so that a check of the whole cluster can name the line

@@ -247,7 +247,7 @@ class Node(Settings):
         """
         if self.devices:
             return 1
-        # The ranks of a node share its cores, as on processes (decision 39)
+        # The ranks of a node divide its cores among themselves, as on real processes.
         return min(chosen or max(1, self.cores // ranks), self.cores)
 
     @property
@@ -320,14 +320,25 @@ class MemoryCosts(Settings):
 
 
 @dataclass(frozen=True, repr=False)
+class TransferCosts(Settings):
+    """The costs of a transfer in a collective that does not go in shared memory, in processor
+    seconds: compiled code moves it, and no message."""
+
+    send: Cost | None = setting(
+        None, "of its sender, over the bytes of a message; none: a transfer is a message"
+    )
+    receive: Cost | None = setting(None, "of its receiver")
+
+
+@dataclass(frozen=True, repr=False)
 class Tcp(Settings):
     """The overhead of TCP on the links between nodes, besides the headers of `Overhead.wire`.
 
     Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
     Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
     largest: Linux's `net.ipv4.tcp_wmem`. Shares by latency, and the queue: P. Velho et al., On the
-    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid. How unlike
-    shares are beside that was measured (docs/clusters.md); they are even where no node has jitter.
+    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid. `unfairness`
+    was measured (docs/reference/clusters.md); shares are even where no node has jitter.
     """
 
     acknowledgements: float = setting(
@@ -350,7 +361,7 @@ class Overhead(Settings):
     """The costs of messages besides the links that they cross, in processor seconds.
 
     `cold` is once for each step with messages: these and the gradient push each other out of the
-    caches. `handling` is the strategy's own code around a message; in a collective there is none.
+    caches. `handling` is the strategy's own code around a message; a collective has no such code.
     """
 
     send: Cost = setting(REQUIRED, "of the sender, over the bytes of a message with its header")
@@ -370,23 +381,31 @@ class Overhead(Settings):
         SECONDS, 0.0, "of a message outside of collectives, at either end", low=0
     )
     in_memory: MemoryCosts = setting(MemoryCosts(), "of what is in shared memory")
+    transfers: TransferCosts = setting(TransferCosts(), "of a collective's transfers")
     tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int, near: bool = False) -> MessageCost:
         """Return the costs of a message, its header included; `near`: its ranks share memory."""
         send, receive = self.send, self.receive
+        in_segment = near and self.in_memory.send is not None
         if near:
             send, receive = self.in_memory.send or send, self.in_memory.receive or receive
+        return self._cost(frame_bytes, send, receive, in_segment or frame_bytes <= self.buffer)
+
+    def transfer(self, frame_bytes: int, near: bool = False) -> MessageCost:
+        """Return the costs of a transfer of a collective, as of the message that it counts as."""
+        send, receive = self.transfers.send, self.transfers.receive
+        if send is None or receive is None:
+            return self.message(frame_bytes, near)
+        return self._cost(frame_bytes, send, receive, frame_bytes <= self.buffer)
+
+    @staticmethod
+    def _cost(frame_bytes: int, send: Cost, receive: Cost, is_buffered: bool) -> MessageCost:
         # What a message without bytes costs is over before its first byte leaves
         first = send.at(0)
         # Measured costs may fall with the size, by chance; time must not go backward.
         rest = max(send.at(frame_bytes) - first, 0.0)
-        return MessageCost(first, rest, receive.at(frame_bytes))
-
-    def is_buffered(self, frame_bytes: int, near: bool = False) -> bool:
-        """Return whether a sender is free at once, whatever the receiver does."""
-        in_segment = near and self.in_memory.send is not None
-        return in_segment or frame_bytes <= self.buffer
+        return MessageCost(first, rest, receive.at(frame_bytes), is_buffered)
 
 
 class MessageCost(NamedTuple):
@@ -395,3 +414,4 @@ class MessageCost(NamedTuple):
     send_setup: float  # processor seconds of the sender until the first byte leaves
     send_rest: float  # processor seconds of the sender from then until the last byte has left
     receiving: float  # processor seconds of the receiver, from the arrival of the first byte on
+    is_buffered: bool  # whether the sender is free at once, whatever the receiver does

@@ -339,7 +339,7 @@ class DgxA100(GpuMachines):
     """NVIDIA DGX A100: 8 GPUs on NVSwitch, 8 InfiniBand ports of 200 Gbit/s.
 
     GPUs: 12 NVLinks each, 300 GB/s in each direction. Network: all ports together; 9.6 us a hop in
-    NCCL's tuning (ring, simple protocol), of which 3.4 us are the two GPUs' links here. Sustained:
+    NCCL's tuning (ring, simple protocol); the two GPUs' links here take 3.4 us of these. Sustained:
     163 TFLOP/s, measured by Narayanan et al. with Megatron-LM on 3,072 A100 (SC 2021), 52 % of the
     peak in 16-bit arithmetic; far less in float32 and on small models.
     """

@@ -82,7 +82,7 @@ class Unit:
         return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
 
     def _unknown(self, name: str) -> str:
-        # "Gb/s" is read both ways, a factor of 8 apart, and so refused (decision 26).
+        # "Gb/s" is refused, because readers take it for bits or for bytes, a factor of 8 apart.
         bits = re.fullmatch(r"([kKMGT]?)b(?:/s|ps)?", name)
         if bits and self.kind == "bandwidth":
             prefix = bits[1].replace("K", "k")

@@ -19,8 +19,8 @@ from orchestra.transports.tags import Tag
 def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Group, tag: int) -> int:
     """Replace `vector` (flat, contiguous) by its sum over `group`, on every rank of it.
 
-    Returns the bytes of buffer that this rank needed beside the vector. For a rank alone nothing is
-    to be done.
+    Returns the bytes of buffer that this rank needed in addition to the vector. For a group of one
+    rank it does nothing.
     """
     if len(group) == 1:
         return 0

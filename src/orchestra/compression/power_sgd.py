@@ -81,9 +81,9 @@ class PowerSGD(Compressor):
         q = [basis.T @ matrix for (_, matrix, _), basis in zip(low_rank, p, strict=True)]
         for (number, matrix, _), basis, own in zip(low_rank, p, q, strict=True):
             if residuals:
-                # M_w - P (M_w^T P)^T: what this worker has not sent, before Q is summed. torch's
-                # hook takes the average of all workers there, which lets residuals pile up
-                # (docs/decisions/0078-compression.md).
+                # M_w - P (M_w^T P)^T is what this worker has not sent, taken before Q is summed.
+                # torch's hook subtracts the average of all workers, so that residuals grow by what
+                # workers disagree on.
                 torch.addmm(matrix, basis, own, alpha=-1, out=residuals[number].view_as(matrix))
         q, _ = yield from _summed(q, [])
         for (_, matrix, last), basis, total in zip(low_rank, p, q, strict=True):

@@ -65,7 +65,7 @@ class QSGD(Encoder):
         Q(v_i) = |v| sgn(v_i) xi_i / s,   xi_i = l + 1 with probability s |v_i| / |v| - l, else l,
 
     where l <= s |v_i| / |v| < l + 1. A payload is a float32 norm for each run and, for each
-    element, one of 2s + 1 digits, as many of which share a byte as fit: 2 with 2 to 7 levels.
+    element, one of 2s + 1 digits. A byte holds as many digits as fit: 2 with 2 to 7 levels.
     levels=1, norm="max" is the quantizer of TernGrad (Wen et al., NeurIPS 2017), with 5 digits a
     byte; TernGrad clips gradients first, and has one norm for each tensor: run=2**31. The more
     elements a run has, the larger is the variance; the maximum instead of the Euclidean norm makes

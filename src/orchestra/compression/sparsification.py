@@ -182,10 +182,10 @@ class RandomK(Encoder):
     """Elements of each tensor at random, others in each step; all workers send the same ones.
 
     Random-k (Stich et al., NeurIPS 2018). The elements follow from the step, so that only values
-    travel, and these add. A tensor is cut into k runs, as equal as can be, of each of which one
-    element is drawn: every element has the same chance, 1 / (length of its run), as with a random
-    subset, and k random numbers are enough. An element counts length times, so that the sum is
-    unbiased; with `error_feedback` it counts once, since the rest comes later.
+    travel, and these add. A tensor is cut into k runs of nearly equal length, and one element of
+    each run is drawn. So every element has the same chance, 1 / (length of its run), as with a
+    random subset, and k random numbers are enough. An element counts length times, so that the sum
+    is unbiased; with `error_feedback` it counts once, since the rest comes later.
     """
 
     adds = True

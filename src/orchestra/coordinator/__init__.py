@@ -1,1 +1,1 @@
-"""Decides what each worker does next, where workers need not step together. Pure: no messages."""
+"""Decisions on what each rank does next: take samples, rest, or finish. Pure: no messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Set
+from itertools import pairwise
 from statistics import fmean
 
 from orchestra.coordinator.batches import BatchQueue, Observer, earliest
@@ -57,11 +58,13 @@ class Coordinator:
         self._idle: set[int] = set()  # workers that have asked again
         self._gone = set(gone)
         self._ended: set[int] = set()  # workers that have done their batches, and left
-        self._returned: list[Take] = []
+        # The first ones of what is owed follow from the position.
+        self._returned = [Take(*batch) for batch in queue.owed[len(queue.sizes) :]]
         for observer in queue.observers:
             if observer.fired:
                 self._due = observer.transition
         self._deal()
+        self._queue = queue.begun
 
     @property
     def over(self) -> bool:
@@ -81,7 +84,7 @@ class Coordinator:
     def handle(self, *events: Event) -> Told:
         """Take note of events, in their order; return the instructions that workers are owed now.
 
-        A worker that asks comes first, before those that have waited.
+        A worker that asks in these events is served before the workers that already waited.
         """
         asking = None
         told: Told = []
@@ -169,7 +172,7 @@ class Coordinator:
         for worker, instruction in first.items():
             if isinstance(instruction, Take):
                 self._held[worker] = [instruction]
-                self._next = instruction.stop
+                self._next = max(self._next, instruction.stop)
             elif isinstance(instruction, RestAt) and instruction.rest.reason is not Reason.PHASE:
                 self._resting.add(worker)
         # The position knows nothing of lost workers: their batches come back at once.
@@ -223,6 +226,17 @@ class Applied:
         self.before = start
         self._later: dict[int, int] = {}
 
+    @staticmethod
+    def of(queue: BatchQueue) -> Applied:
+        """Return what is applied when `queue` begins: all before its start, but what is owed."""
+        if not queue.owed:
+            return Applied(queue.start)
+        applied = Applied(queue.owed[0][0])
+        for (_, stop), (start, _) in pairwise([*queue.owed, (queue.start, queue.start)]):
+            if stop < start:
+                applied.add(stop, start)
+        return applied
+
     def add(self, start: int, stop: int) -> None:
         """Add the samples [start, stop)."""
         self._later[start] = stop
@@ -234,9 +248,9 @@ class Rounds:
     """Puts the reports of batches together, by rounds of the global order.
 
     A round is as many samples as all workers take in a step; a batch belongs to the round in which
-    it begins. Once all batches of a round are done, whoever did them, the observer gets them in
-    their order, and the seconds of a batch of each worker, in rank order: the mean in this round,
-    or the last one known.
+    it begins. Any worker may do any batch. Once all batches of a round are done, the observer gets
+    their reports in the global order, and the seconds of a batch of each worker, in rank order: the
+    mean in this round, or the last one known.
     """
 
     def __init__(self, queue: BatchQueue, observer: Observer) -> None:

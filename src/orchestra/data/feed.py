@@ -83,10 +83,11 @@ class MapSamples:
 class IterableSamples:
     """An `IterableDataset`, iterated again and again; to go back it begins anew.
 
-    Every rank iterates a copy of its own and skips what others read, so the dataset has to give
-    the same samples in the same order everywhere: an order at random needs a generator of its
-    own, and is told the epoch by `set_epoch`, if the dataset has that. Skipping leaves torch's
-    global generator as it was; so a resumed run, which skips to its place, goes on exactly.
+    Every rank iterates a copy of its own and skips the samples of other ranks, so the dataset has
+    to give the same samples in the same order everywhere. A dataset in random order needs a
+    generator of its own; its `set_epoch(epoch)` is called before each epoch, if it has that method.
+    Skipping leaves torch's global generator as it was; so a resumed run, which skips to its place,
+    goes on exactly.
     """
 
     def __init__(self, dataset: IterableDataset[Any], collate: Collate) -> None:
@@ -143,7 +144,7 @@ def open_shard(
     worker: int,
 ) -> Samples:
     """Return the stream of samples that `sharding` gives a worker; `shares` are those of all.
-    InputError if there is no telling which sample is where, or of which class."""
+    InputError if the positions or the classes of the samples cannot be known."""
     if isinstance(dataset, IterableDataset):
         raise InputError(
             f"sharding: the samples of a {type(dataset).__name__} have no places to be shared out "
@@ -204,9 +205,9 @@ class Feed:
     own: bool = False
 
     def next(self, step: int) -> tuple[Any, int]:
-        """Return the batch of `step` and how many samples it holds; (None, 0) if there are none.
+        """Return the batch of `step` and its number of samples; (None, 0) if it has no samples.
 
-        Steps may begin anywhere (a run is resumed), and then rise.
+        The first step may have any number (as in a resumed run); further steps must rise.
         """
         part = self.plan.own_part if self.own else self.plan.part
         start, stop = part(step, self.rank)

@@ -190,7 +190,7 @@ def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
 
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, beside the global ones."""
+    """Return the generators of a loader and its samplers, without the global ones."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)

@@ -1,1 +1,1 @@
-"""What runs a program on many ranks: real `processes`, or a `simulation` in virtual time."""
+"""Engines run the program of every rank: `processes`, `emulation` and `simulation`."""

@@ -80,10 +80,14 @@ class Ready(OfRank):
 
 @dataclass(frozen=True)
 class Accused(OfRank):
-    """A rank has lost another one of its group, of which the watcher may know nothing yet."""
+    """A rank has lost another one of its group. The watcher may not know of the loss yet.
+
+    `waits`: the rank has given up its group, and can continue only in the next one.
+    """
 
     failure: Failure
     generation: int
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,10 +152,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Tell the others that `rank` is gone for good."""
+    """Tell all others that `rank` is gone for good; with `to`, that rank alone."""
 
     rank: int
     reason: str
+    to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -250,8 +255,8 @@ def stuck(
     """Return the largest part of `waiting` in which every wait leads to a rank of that part, or to
     one that is no longer `alive`: no living rank outside can release them.
 
-    `waiting` has, for each rank that has been blocked for long, the ranks any of which may release
-    it.
+    `waiting` maps each rank that has been blocked for long to the ranks that can release it; any
+    one of them is enough.
     """
     blocked, before = dict(waiting), -1
     # Remove whoever may be released by a rank that is not blocked, until nothing changes: the fixed

@@ -20,7 +20,8 @@ The rules:
   group of those that are left. Any other end of a rank ends the run.
 - A rank that has lost its connection to another one waits for what is decided here. Where both
   live, all connect anew if they are elastic. If that does not help, or cannot be, one of the two is
-  given up: an expendable one, and that which more ranks accuse. Otherwise the run ends.
+  given up: an expendable one, and that which more ranks accuse. Otherwise the run ends. If the
+  other one has ended in good order, only the rank is told so. The run ends if it cannot go on.
 - The end of a newcomer does not matter. Once it is ready, and all programs are elastic and train,
   it is a member of a new group; where these rest first, once they have. A spare one is taken in
   where a rank is lost: at once, or where the others have gone on in place, in the same way.
@@ -118,6 +119,15 @@ class WatchedRank:
         return self.beat.phase in (JOINING, SPARE)
 
 
+@dataclass(frozen=True)
+class Accusation:
+    """A rank has lost its connection to another one `since` that time; see `events.Accused`."""
+
+    since: float
+    failure: events.Failure
+    waits: bool
+
+
 class FailureDetector:
     """Decides what a watcher of `ranks` ranks does; the run was started at the time `start`.
 
@@ -153,8 +163,8 @@ class FailureDetector:
         self._stop_by = math.inf  # the end of what is left for an orderly stop
         self._lost: tuple[float, str] | None = None  # the last loss that the run went on after
         self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
-        # When a rank has lost its connection to another one, of the newest group.
-        self._accusations: dict[tuple[int, int], float] = {}
+        # By a rank and another one to which it has lost its connection, in the newest group
+        self._accusations: dict[tuple[int, int], Accusation] = {}
         self._reconnected_at = -math.inf  # when all were last told to connect anew
         self._refused: list[str] = []
         self._killed: set[int] = set()
@@ -179,7 +189,7 @@ class FailureDetector:
         return all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:
-        """Return the ranks of which the watcher should ask the kernel whether they are stopped."""
+        """Return the ranks that may be stopped: the watcher should ask the kernel about them."""
         silent = now - self.limits.silence
         # The kernel's answer stands in for the beats of a rank that has not joined.
         return [
@@ -279,10 +289,13 @@ class FailureDetector:
                 self._beat(member, event)
             case events.Ready():
                 self._is_ready(member, event.generation)
-            case events.Accused(failure=failure, generation=generation):
+            case events.Accused(failure=failure, generation=generation, waits=waits):
                 # Of a group that is over, whose members give each other up as they learn of it.
                 if generation == self.generation and failure.lost is not None:
-                    self._accusations.setdefault((member.rank, failure.lost), self._now)
+                    key = member.rank, failure.lost
+                    first = self._accusations.get(key, Accusation(self._now, failure, waits))
+                    waits = waits or first.waits
+                    self._accusations[key] = Accusation(first.since, failure, waits)
             case events.Finished():
                 self._finished(member)
             case events.Failed(failure=failure):
@@ -457,7 +470,7 @@ class FailureDetector:
         return [*self._ready(JOINING), *self._ready(SPARE)[: self._vacant]]
 
     def _take_in(self, come: Sequence[WatchedRank]) -> None:
-        """Go on in a new group with those that `come`, of whom some may be gone meanwhile."""
+        """Go on in a new group with the newcomers that `come`. Some of them may have left since."""
         ranks = self._regroup(come)
         if come:
             names = ", ".join(newcomer.name for newcomer in come)
@@ -563,13 +576,8 @@ class FailureDetector:
             return
         _, member, failure = due[0]
         lost = None if failure.lost is None else self._members[failure.lost]
-        if (
-            lost is not None
-            and lost.state is State.DONE
-            # Of a run of ours all ranks end together: there a connection is gone.
-            and lost.beat.phase not in ("leaving", "evaluating")
-        ):
-            self._parted(lost, member)
+        if lost is not None and lost.state is State.DONE:
+            self._needs_ended(member, lost, failure)
         elif lost is None or lost.rank not in self.left_out:
             # Ranks may lose each other while the watcher reaches both: a connection that is gone.
             self._fail(events.failed_text(member.name, failure), loss=lost is not None)
@@ -577,20 +585,36 @@ class FailureDetector:
             consequence = events.failed_text(member.name, failure, "could not go on")
             self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}", loss=lost.lost)
 
+    def _needs_ended(
+        self, member: WatchedRank, ended: WatchedRank, failure: events.Failure
+    ) -> None:
+        """End the run, as `member` cannot go on without a rank that has `ended` in good order."""
+        # Of a run of ours all ranks end together: there a connection is gone.
+        if ended.beat.phase in ("leaving", "evaluating"):
+            self._fail(events.failed_text(member.name, failure), loss=True)
+        else:
+            self._parted(ended, member)
+
     def _accusations_due(self) -> None:
         """Decide about a connection that two ranks have lost, once neither can be dead."""
-        for (rank, lost), since in list(self._accusations.items()):
+        for (rank, lost), accusation in list(self._accusations.items()):
             if self.cause is not None or (rank, lost) not in self._accusations:
                 return
             member, other = self._members[rank], self._members[lost]
-            accused_back = self._accusations.get((lost, rank), math.inf)
-            due = min(since + self.limits.cause, max(since, accused_back) + BOTH_SECONDS)
+            since, back = accusation.since, self._accusations.get((lost, rank))
+            due = since + self.limits.cause
+            if back is not None:
+                due = min(due, max(since, back.since) + BOTH_SECONDS)
             if member.state not in ALIVE or other.state is State.LEFT_OUT:
                 del self._accusations[rank, lost]
             elif other.state is State.DONE and not self._is_expendable(member):
-                # The accuser knows whether it still needs it.
                 del self._accusations[rank, lost]
-                self._instructions.append(events.Disconnect(lost, "has ended"))
+                if accusation.waits:
+                    self._needs_ended(member, other, accusation.failure)
+                else:
+                    # The accuser knows whether it still needs it. Others have their connections,
+                    # which may hold what they have not read yet.
+                    self._instructions.append(events.Disconnect(lost, "has ended", to=rank))
             elif due <= self._now and other.state is not State.FAILED:
                 self._disconnected(member, other)
 

@@ -1,5 +1,6 @@
-"""What is told of a run under way, to its user on standard error, and to others in `live.json`
-(see `orchestra.records.live`): how far it is, its speed and loss, and who holds up the others."""
+"""The progress of a run under way, for its user on standard error, and for others in `live.json`
+(see `orchestra.records.live`): the part that is done, speed, loss, and ranks that hold up others.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def slow_ranks_of(run: Run, roles: Roles, tell: Callable[[str], None]) -> SlowRa
 class LiveFile:
     """Keeps the last beats of all ranks of a run, and writes them to `live.json` in `folder`.
 
-    `slow` knows the stragglers; whoever has the beats tells them to it as well.
+    `slow` finds the stragglers. The owner of this object passes each beat to `slow`, too.
     """
 
     def __init__(

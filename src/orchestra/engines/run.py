@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,40 +14,69 @@ from orchestra.cluster import Node
 from orchestra.cluster.units import read_price
 from orchestra.data import apportion
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.exports import write_trace
-from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
+from orchestra.records.combine import combine
+from orchestra.records.files import ENVIRONMENT, environment, write_atomically
+from orchestra.records.record import Asked, Batching, Ending, Pacing, RunRecord, Spending
 from orchestra.records.report import RankReport, StragglerFinding
+from orchestra.records.store import write_curve
 from orchestra.records.stragglers import LEAST_SECONDS, find
-from orchestra.settings.base import to_plain
+from orchestra.records.trace import write_trace
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.traits import Dealing, Partition
 from orchestra.trainer.settings import Run, target_times
 
 if TYPE_CHECKING:
     from orchestra.engines.live import Progress
+    from orchestra.engines.simulation.costs import CostSource
 
 
 HOUR = 3600.0
 
 
+@dataclass(frozen=True)
+class RunProgress:
+    """The progress of a run. A callback of the user's gets it about twice a second."""
+
+    step: int  # of the first worker
+    samples: int  # that the first worker has read
+    fraction: float  # of the run's budget that all workers have consumed
+    loss: float  # of the newest step: all workers' where it travels with gradients, else its own
+
+
+Callback = Callable[[RunProgress], object]
+"""Called while a run goes on. If it returns True, the run stops in good order."""
+
+
 def train_run(
-    run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
+    run: Run,
+    folder: Path,
+    *,
+    quiet: bool = False,
+    progress: Progress | None = None,
+    callback: Callback | None = None,
 ) -> RunRecord:
     """Carry out `run`; its records go into `folder`.
 
-    `progress` is that of the runs that it is one of. Raises `InputError` where the strategy cannot
-    run on that many ranks, or not on this engine, and `RunFailed` with the first cause; what was
-    measured until then stays in `folder`.
+    `progress` is that of the runs that it is one of; a `callback` needs real processes. Raises
+    `InputError` where the strategy cannot run on that many ranks, or not on this engine, and
+    `RunFailed` with the first cause; what was measured until then stays in `folder`.
     """
     engine = importlib.import_module(f"orchestra.engines.{run.training.engine}.training")
-    record: RunRecord = engine.train_run(run, folder, quiet=quiet, progress=progress)
+    more: dict[str, Any] = {}
+    if callback is not None:
+        if run.training.engine != "processes":
+            raise InputError(
+                f"callback: the engine {run.training.engine} calls none; use processes"
+            )
+        more["callback"] = callback
+    record: RunRecord = engine.train_run(run, folder, quiet=quiet, progress=progress, **more)
     return record
 
 
 def write_environment(folder: Path) -> None:
     """Write down where a run takes place, into its `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+    write_atomically(folder / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
 
 
 def record_of(
@@ -57,16 +86,21 @@ def record_of(
     launch: Mapping[str, float],
     *,
     left_out: Mapping[int, str],
+    notices: Sequence[str] = (),
     nodes: Sequence[Node] = (),
     alone: Mapping[str, float] | None = None,
     terminated: bool = False,
-    **about: Any,
+    wall: float | None = None,
+    node: str | None = None,
+    costs: CostSource | None = None,
 ) -> RunRecord:
     """The record of a run that ended well, from the reports of the ranks that were there at the
     end; its curve and its timeline go into `folder`. `launch` are the seconds before their programs
     began: the import that the first launch of a command waits for is among them, but is no set-up.
     `nodes` are those of the ranks, where they are described; `alone` what each does without the
-    others, in samples/s, by default what was measured of its ranks. `terminated`: by SIGTERM.
+    others, in samples/s, by default what was measured of its ranks. `terminated`: by SIGTERM. A
+    simulation took `wall` seconds and had its durations from `costs`; `node` is that of a single
+    process.
     """
     reports = [report for report in results if report is not None]
     # The longest set-up is the one that the others waited for; nobody waited for a newcomer's.
@@ -86,23 +120,40 @@ def record_of(
     if alone is None:
         speeds = [gradients * training.batch_size for gradients in reports[0].speeds]
         alone = by_node(speeds, nodes)
-    record = combine(
-        reports,
-        stragglers=to_plain(stragglers_of(run, reports)),
-        **_identity(run, folder, begun_on),
-        setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
-        setup=setup,
-        left_out={str(rank): reason for rank, reason in left_out.items()},
-        worker_batches=[count for count, share in zip(samples, weighted, strict=True) if share],
-        shares=measured,
-        batches=batches,
-        **target_times(leader.curve, training.target),
-        **about,
+    batching = Batching(
+        training.global_batch(shares, begun_on),
+        [count for count, share in zip(samples, weighted, strict=True) if share],
+        measured,
+        batches,
     )
-    if record.status == "stopped":
-        record = replace(record, stopped_by="SIGTERM" if terminated else "Ctrl-C")
+    record = combine(reports, _asked(run), _pacing(run), batching)
+    stopped_by = "SIGTERM" if terminated else "Ctrl-C"
     write_curve(folder, leader.curve)
     write_trace(folder, reports)
+    record = replace(
+        record,
+        folder=folder,
+        ending=replace(
+            record.ending,
+            left_out={str(rank): reason for rank, reason in left_out.items()},
+            notices=notices,
+            stopped_by=stopped_by if record.ending.status == "stopped" else None,
+        ),
+        time=replace(
+            record.time,
+            setup=sum(setup.values()) - setup.get("import", 0.0),
+            setup_parts=setup,
+            wall=wall,
+        ),
+        to_target=target_times(leader.curve, training.target),
+        machine=replace(
+            record.machine,
+            stragglers=stragglers_of(run, reports),
+            node=node,
+            costs=None if costs is None else costs.text,
+            costs_doubts=() if costs is None else costs.doubts,
+        ),
+    )
     return on_machines(record, nodes, alone)
 
 
@@ -120,30 +171,38 @@ def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[StragglerFind
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
-    return RunRecord(status="failed", failure=str(failure), **_identity(run, folder))
+    shares = roles_of(run.strategy, run.training.ranks).shares
+    batching = Batching(run.training.global_batch(shares, None))
+    ending = Ending("failed", failure=str(failure))
+    return RunRecord(_asked(run), _pacing(run), batching, ending, folder=folder)
 
 
-def _identity(run: Run, folder: Path, begun_on: int | None = None) -> dict[str, Any]:
-    roles, traits = roles_of(run.strategy, run.training.ranks), run.strategy.traits("shared")
-    queued = traits.dealing is Dealing.QUEUE and len(roles.workers) > 1
-    return {
-        "name": run.name,
-        "strategy": repr(run.strategy),
-        "engine": run.training.engine,
-        "cluster": run.training.cluster if run.training.engine != "processes" else None,
-        "ranks": run.training.ranks,
-        "workers": len(roles.workers),
-        "servers": len(roles.servers),
-        "seed": run.seed,
-        "global_batch": run.training.global_batch(roles.shares, begun_on),
-        "distributed": traits.distributed,
-        "switches": bool(traits.phases),
-        "synchronous": traits.lockstep,
-        "steps_together": run.steps_together,
-        "work": run.training.work if queued else None,
-        "judged_on": run.judged_on,
-        "folder": folder,
-    }
+def _asked(run: Run) -> Asked:
+    roles = roles_of(run.strategy, run.training.ranks)
+    return Asked(
+        name=run.name,
+        strategy=repr(run.strategy),
+        engine=run.training.engine,
+        ranks=run.training.ranks,
+        workers=len(roles.workers),
+        servers=len(roles.servers),
+        seed=run.seed,
+        cluster=run.training.cluster if run.training.engine != "processes" else None,
+        judged_on=run.judged_on,
+    )
+
+
+def _pacing(run: Run) -> Pacing:
+    workers = roles_of(run.strategy, run.training.ranks).workers
+    traits = run.strategy.traits("shared")
+    queued = traits.dealing is Dealing.QUEUE and len(workers) > 1
+    return Pacing(
+        distributed=traits.distributed,
+        switches=bool(traits.phases),
+        synchronous=traits.lockstep,
+        steps_together=run.steps_together,
+        work=run.training.work if queued else None,
+    )
 
 
 # Machines
@@ -158,8 +217,8 @@ def on_machines(record: RunRecord, nodes: Sequence[Node], alone: Mapping[str, fl
     the price of one is not known, that of all is not.
     """
     nodes = list({node.name: node for node in nodes}.values())
-    seconds, to_target = record.train_seconds, record.time_to_target_seconds
-    together, speed = sum(alone.values()), record.samples_per_second
+    seconds, to_target = record.time.training, record.to_target.seconds
+    together, speed = sum(alone.values()), record.time.samples_per_second
     prices = [read_price(node.price, where="price") for node in nodes if node.price is not None]
     watts = [node.watts for node in nodes if node.watts is not None]
     rate = power = None
@@ -169,13 +228,18 @@ def on_machines(record: RunRecord, nodes: Sequence[Node], alone: Mapping[str, fl
         power = sum(watts)
     return replace(
         record,
-        alone=alone,
-        heterogeneous_efficiency=speed / together if speed and together else None,
-        cost=_product(rate, seconds),
-        cost_to_target=_product(rate, to_target),
-        currency=prices[0][1] if rate is not None else None,
-        energy_joules=_product(power, seconds),
-        energy_to_target_joules=_product(power, to_target),
+        machine=replace(
+            record.machine,
+            alone=alone,
+            heterogeneous_efficiency=speed / together if speed and together else None,
+        ),
+        spending=Spending(
+            cost=_product(rate, seconds),
+            cost_to_target=_product(rate, to_target),
+            currency=prices[0][1] if rate is not None else None,
+            joules=_product(power, seconds),
+            joules_to_target=_product(power, to_target),
+        ),
     )
 
 
@@ -194,14 +258,16 @@ def beside_single(record: RunRecord, single: RunRecord | None) -> RunRecord:
     (time to target of `single` / of `record`) / (sum of what the nodes do alone / what that of
     `single` does). The latter is that of `record`, where it uses the node.
     """
-    if single is None or not record.alone:
+    alone = record.machine.alone
+    if single is None or not alone:
         return record
-    fastest = record.alone.get(single.node or "") or sum(single.alone.values())
-    ours, theirs = record.time_to_target_seconds, single.time_to_target_seconds
+    fastest = alone.get(single.machine.node or "") or sum(single.machine.alone.values())
+    ours, theirs = record.to_target.seconds, single.to_target.seconds
     if not (fastest and ours) or theirs is None:
         return record
-    faster = sum(record.alone.values()) / fastest
-    return replace(record, convergence_efficiency=theirs / ours / faster)
+    faster = sum(alone.values()) / fastest
+    machine = replace(record.machine, convergence_efficiency=theirs / ours / faster)
+    return replace(record, machine=machine)
 
 
 def _product(each_second: float | None, seconds: float | None) -> float | None:

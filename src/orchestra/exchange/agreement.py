@@ -311,12 +311,15 @@ def push_and_pull_once(worker: Worker, slices: Sequence[Slice], values: Tensor) 
         handle.wait()
 
 
-def gather_numbers(worker: Worker, numbers: Sequence[float]) -> list[list[float]]:
-    """Collective over the workers: return the numbers of all, one row for each worker."""
+def gather_numbers(
+    worker: Worker, numbers: Sequence[float], group: Group | None = None
+) -> list[list[float]]:
+    """Collective over `group`, or the workers: return the numbers of all, one row for each rank."""
+    group = worker.workers if group is None else group
     table = torch.zeros(worker.runtime.ranks, len(numbers), dtype=torch.float64)
     # Each in a row of its own, and zeros elsewhere: the sum has everybody's numbers, bit for bit.
     table[worker.rank] = torch.tensor(numbers, dtype=torch.float64)
     # The schedule with the fewest rounds: a decision costs a latency or two.
-    all_reduce(worker.transport, table.view(-1), "butterfly", worker.workers, Tag.AGREE)
-    rows: list[list[float]] = table[list(worker.workers.ranks)].tolist()
+    all_reduce(worker.transport, table.view(-1), "butterfly", group, Tag.AGREE)
+    rows: list[list[float]] = table[list(group.ranks)].tolist()
     return rows

@@ -52,8 +52,8 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
 
 
 Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
-"""begin(bucket, background): begins the sum of a bucket over the workers; gives the collectives
-that it takes, in their order, each of which gives the bytes of its buffer."""
+"""begin(bucket, background): begins the sum of a bucket over the workers; returns the collectives
+that it takes, in their order. Each collective gives the bytes of its buffer."""
 
 BeginSum = Callable[[Tensor, bool], Task[int]]
 """begin_sum(vector, background): begins the sum of a vector over the workers, in its place."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.compression.base import Compressor
-from orchestra.coordinator.batches import WorkInHand
+from orchestra.coordinator.batches import HeldWork, WorkInHand
 from orchestra.coordinator.events import Instruction, Take, Wait, instruction_of
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.exchange.compression import CompressionState, SliceCodec
@@ -53,6 +53,7 @@ class ServerChannel:
         self.compression: CompressionState | None = None
         self._codec: SliceCodec | None = None
         self._waits = 0  # answers that held no work
+        self._is_pushing = False  # a server has not answered yet
         self._has_to_wait = False
         queue = None if queue_shares is None else worker.make_queue(queue_shares)
         if queue is not None:
@@ -106,6 +107,7 @@ class ServerChannel:
     ) -> list[Answer]:
         """Tell each server of `push`; it gets the first of its two vectors, and fills the other."""
         # Messages leave before the server beside this worker has something to do.
+        self._is_pushing = True
         places = sorted(range(len(self.slices)), key=self._is_beside)
         waits = {place: self._push_to(place, push, *vectors[place]) for place in places}
         answers = [waits[place]() for place in range(len(self.slices))]
@@ -113,7 +115,8 @@ class ServerChannel:
         self.clock = answers[0].clock
         if self.work is not None:
             assert answers[0].work is not None
-            self.work.next = answers[0].work
+            self.work.give(answers[0].work)
+        self._is_pushing = False
         return answers
 
     def _is_beside(self, place: int) -> bool:
@@ -190,10 +193,14 @@ class ServerChannel:
             self._waits += 1
             # The first server holds the coordinator.
             wait = self._ask(0, Request(self.worker.rank, Kind.WAIT, step=self._waits))
-            self.work.next = instruction_of(wait().tolist())
+            self.work.give(instruction_of(wait().tolist()))
         instruction = self.work.take()
         self._has_to_wait = isinstance(instruction, Wait)
         return instruction
+
+    def held_work(self) -> HeldWork | None:
+        """Return what this worker holds of the queue; None if the plan deals out batches."""
+        return None if self.work is None else self.work.held(pushed=self._is_pushing)
 
     def skip(self, values: Tensor) -> None:
         """Push nothing for the last batch, and pull flat `values`."""

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a gradient of which each rank has a part."""
+"""Clipping by the norm of a whole gradient, where each rank has a part of the gradient."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 Rounds = Iterator[Task[int]]
-"""Collectives of which the next is begun when the one before is over."""
+"""Collectives in sequence: each is begun when the one before is over."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class _Codec:
 
 
 def _cut(pieces: Sequence[Piece], vector: Tensor | None, first: int = 0) -> list[Tensor]:
-    """Return the pieces in a flat vector that begins at element `first`; none if there is none."""
+    """Return the pieces in a flat vector that begins at element `first`; [] without a vector."""
     if vector is None:
         return []
     return [vector[piece.first - first : piece.end - first] for piece in pieces]

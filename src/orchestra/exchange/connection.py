@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Connection:
     """A worker has a `channel`, a server its slice; a rank that is both has both.
 
-    `flow` is the background flow of a server beside a worker. Checkpoints keep the state of channel
-    and server.
+    `flow` is the background flow of a server on a worker's rank. Checkpoints keep the state of
+    channel and server.
     """
 
     worker: Worker
@@ -74,8 +74,8 @@ class Connection:
         return [part.rank for part in self.slices]
 
     def open(self) -> None:
-        """On a worker, begin to push while it computes, and to serve beside it, unless that goes
-        on."""
+        """On a worker's rank, open the channel, and begin to serve in the background if it has a
+        server that does not serve yet."""
         if self.channel is None:
             return
         self.channel.open()
@@ -112,7 +112,8 @@ class Connection:
         return coordinator is not None and coordinator.owes
 
     def learnt(self) -> Sequence[Learnt]:
-        """Return the slices of the model, each of which its server owns, unless workers have it."""
+        """Return the slices of the model, each owned by its server; () where workers have the
+        model."""
         if not self.rules.application.holds_model:
             return ()
         return learnt_slices(self.worker, self.slices, self.server)

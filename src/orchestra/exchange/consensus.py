@@ -164,9 +164,10 @@ def _mean_of_moments(worker: Worker, moments: Moments) -> Moments:
 
 
 def _updated_by_all(worker: Worker, moments: Moments, algorithm: str) -> list[str]:
-    """Collective over the workers: return the parameters of which each of them has `moments`.
+    """Collective over the workers: return the names of the parameters for which every worker has
+    `moments`.
 
-    A worker has none yet of a parameter that no batch of its has used.
+    A worker has no moments yet for a parameter that none of its batches has used.
     """
     names = list(worker.named_parameters())
     there = torch.tensor([float(name in moments) for name in names])

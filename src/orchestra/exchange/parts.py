@@ -53,15 +53,14 @@ def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
 class PartedChannel(ServerChannel):
     """Pushes each part of the gradient as soon as backward has filled it; pulls values by parts.
 
-    Parts are pushed by background flows of `worker`, one for each server, in their order, each with
-    a request behind it; the push itself, which only tells of the gradient, follows when backward is
-    over. Another flow takes in the values, while the next forward pass begins with the layers that
-    are there.
+    Background flows of `worker`, one for each server, push parts in their order. The push itself,
+    which only tells of the gradient, follows when backward is over. Another flow takes in the
+    values, while the next forward pass begins with the layers that are there.
 
-    Where servers `apply_per_part` gradients are weighted here, and servers send the values of a
-    part once all workers have pushed it; else once they have applied the push, those of the first
-    layers first (P3: Jayarajan et al., MLSys 2019). Averages, where servers return such, replace
-    the gradients.
+    Where servers `apply_per_part`, gradients are weighted here, a request follows each part, and
+    servers send the values of a part once all workers have pushed it. Other servers send values
+    once they have applied the push, those of the first layers first (P3: Jayarajan et al., MLSys
+    2019). Averages, where servers return such, replace the gradients.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class PartedChannel(ServerChannel):
         self._there = [False] * len(worker.layout.slots)  # slots that have their gradient
         self._next = 0  # the first part that was not pushed yet
         self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
-        self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
+        self._leaving: dict[int, deque[list[Handle]]] = defaultdict(deque)  # parts, by server
         self._into: Tensor | None = None  # takes in values; None unless open
         self._pulling: dict[int, Task[Any]] = {}  # by part, unless its values are there
         self._missing = 0  # parts before this one are not known to be there
@@ -178,7 +177,9 @@ class PartedChannel(ServerChannel):
             self._push_next()
 
     def _push_next(self) -> None:
-        worker, step, part = self.worker, self.worker.step, self._parts[self._next]
+        worker, part = self.worker, self._parts[self._next]
+        if not self._next:
+            self._settle()  # a server takes the next push in where it sends the values from
         # Servers answer parts as they come: receives are posted before the first push.
         if self._apply_per_part and not self._next:
             self._pull()
@@ -186,30 +187,38 @@ class PartedChannel(ServerChannel):
         beside = self._beside if self._is_beside(part.place) else None
         if beside is not None and not self._apply_per_part:
             return  # the server finds it where it is
+        gradient = worker.gradients.vector[part.first : part.end]
+        to, leaving = self.slices[part.place].rank, self._leaving[part.place]
+        request = self._request_for(part) if self._apply_per_part else None
+
+        def hand_over(transport: Transport) -> None:
+            assert beside is not None
+            assert request is not None
+            assert self._into is not None
+            beside.push_part(transport, request, gradient, self._into[part.first : part.end])
+
+        def send(transport: Transport) -> None:
+            asks = request is not None  # else the push itself asks, behind all parts
+            handles = [transport.send(gradient, to, Tag.GRADIENT, more=asks)]
+            if request is not None:
+                handles.append(transport.send(encode_request(request), to, Tag.REQUEST))
+            leaving.append(handles)
+            while len(leaving) > UNDER_WAY:
+                for handle in leaving.popleft():
+                    handle.wait()
+
+        push_part = send if beside is None else hand_over
+        self._pushed[part.place] = worker.transport.in_background(push_part, PUSHES + part.place)
+
+    def _request_for(self, part: Part) -> Request:
+        """Return the request that follows `part`, with what the server has to know to apply it."""
+        worker, step = self.worker, self.worker.step
         used = tuple(worker.gradients.used[part.tensors.start : part.tensors.stop])
         push = Push(
             worker.rank, self.clock + 1, step.samples, step.total_samples, 0.0, False,
             step.rates, used,
         )  # fmt: skip
-        request = Request(worker.rank, Kind.PART, push, part.number)
-        gradient = worker.gradients.vector[part.first : part.end]
-        to, leaving = self.slices[part.place].rank, self._leaving[part.place]
-        message = encode_request(request)
-
-        def hand_over(transport: Transport) -> None:
-            assert beside is not None
-            assert self._into is not None
-            beside.push_part(transport, request, gradient, self._into[part.first : part.end])
-
-        def send(transport: Transport) -> None:
-            leaving.append(transport.send(gradient, to, Tag.GRADIENT, more=True))
-            leaving.append(transport.send(message, to, Tag.REQUEST))  # behind all of the part
-            # Two messages for each part.
-            while len(leaving) > 2 * UNDER_WAY:
-                leaving.popleft().wait()
-
-        push_part = send if beside is None else hand_over
-        self._pushed[part.place] = worker.transport.in_background(push_part, PUSHES + part.place)
+        return Request(worker.rank, Kind.PART, push, part.number)
 
     def _pull(self) -> None:
         """Begin to receive the values of all parts, in the order in which they are sent."""

@@ -114,7 +114,7 @@ class ReplicatedChannel(ServerChannel):
         return self.slices[(place + (place in self._failed_over)) % len(self.slices)].rank
 
     def _fail_over(self, lost: PeerLost, place: int) -> None:
-        """Ask the next server from now on; raise `lost` where there is none."""
+        """Ask the next server from now on; raise `lost` where no server is left for the slice."""
         next_rank = self.slices[(place + 1) % len(self.slices)].rank
         if (
             lost.rank != self._server_of(place)

@@ -97,7 +97,7 @@ def _server_state(
     queue = worker.make_queue(rules.queue_shares)
     if queue is None:
         return state
-    state.applied, state.round = Applied(queue.start), queue.round
+    state.applied, state.round = Applied.of(queue), queue.round
     if hands_out:
         state.coordinator = Coordinator(queue, gone=set(workers) - live)
     return state

@@ -42,11 +42,12 @@ def share_of(ring: Sequence[int], rank: int) -> Share:
 class Shards:
     """The ring's first half, an update, its second, for each of the model's units.
 
-    Every unit is cut into one slice a worker, each of which owns the slice of which the
-    reduce-scatter leaves it the sum. Tensors are cut only where the optimizer treats each element
-    alone. `optimizer` holds the state of this worker's parts, and nothing else. With `scatter`
-    gradients have memory only from backward to the reduce-scatter of their unit. On a
-    `ShardedWorker`, or one of shapes with `gather`, parameters do only while they are used.
+    Every unit is cut into one slice per worker. The reduce-scatter leaves each worker the sum of
+    one slice, and the worker owns that slice. Tensors are cut only where the optimizer treats each
+    element alone. `optimizer` holds the state of this worker's parts, and nothing else. With
+    `scatter` gradients have memory only from backward to the reduce-scatter of their unit. On a
+    `ShardedWorker`, or one of shapes with `gather`, parameters have memory only while they are in
+    use.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class Shards:
         return ScatteredAverage(self._worker, self)
 
     def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
-        """Begin the sum of this worker's slice of `bucket`, and with the last one the sum of what
-        is beside the gradient for all."""
+        """Begin the sum of this worker's slice of `bucket`. With the last bucket, begin also the
+        sum of the values that travel with the gradient to all workers."""
         transport = self._worker.transport
         unit = next(unit for unit in self.units if unit.first == bucket.first)
         gradient = self._worker.gradients.bucket(unit)

@@ -45,7 +45,7 @@ def views_of_pieces(
 
 
 def learnt_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> list[Learnt]:
-    """Return the slices of the model, each of which its server owns."""
+    """Return the slices of the model, each owned by its server."""
     learnt = []
     for part in slices:
         values = worker.parameters[part.first : part.end]

@@ -95,11 +95,11 @@ def stage_of(
 
 
 class _Line(fx.Interpreter):
-    """The operations of a graph in a row, of which one forward pass was measured.
+    """The operations of a graph in a row, with their costs in one forward pass.
 
-    Place p lies before operation p. Of each node `costs` holds its multiplications, additions, and
-    the elements that come out; `elements` those of nodes that give a tensor. `changed` has pairs of
-    a node and a later one that changes its value in place.
+    Place p lies before operation p. `costs` holds for each node its multiplications, additions and
+    output elements; `elements` holds the output elements of nodes that give a tensor. `changed` has
+    pairs of a node and a later one that changes its value in place.
     """
 
     def __init__(self, module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> None:

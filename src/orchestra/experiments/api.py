@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.engines.run import train_run
+from orchestra.engines.run import Callback, train_run
 from orchestra.errors import InputError, tell
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import NOTATIONS, load
 from orchestra.experiments.run import folder_for, make_run
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, read_summary
+from orchestra.records.files import EXPERIMENT
+from orchestra.records.record import RunRecord
+from orchestra.records.store import RunFolder
 from orchestra.settings import Settings, write
-from orchestra.settings.reading import Entry, read_json
+from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import TASKS
 
@@ -37,12 +39,13 @@ def train(
     out: str | Path | None = None,
     quiet: bool = False,
     max_restarts: int = 0,
+    callback: Callback | None = None,
     **settings: Any,
 ) -> RunRecord:
     """Train `task` under `strategy` on processes of this machine, and return the record.
 
         record = orchestra.train("digits", AllReduce("ring"), ranks=4, epochs=5)
-        print(record.metrics["accuracy"], record.train_seconds)
+        print(record.learned.metrics["accuracy"], record.time.training)
 
     In a script the call stands under `if __name__ == "__main__":`, since the ranks import it.
 
@@ -57,6 +60,9 @@ def train(
         quiet: no progress, no notices.
         max_restarts: how often a run that lost a rank goes on by itself, from its newest
             checkpoint; from its beginning without `checkpoint_every`.
+        callback: called about twice a second with the progress of the run: its `step`, `samples`,
+            `fraction` of the budget and `loss`. If it returns True, the run stops in good order,
+            and its record says `stopped_by: "callback"`. Another thread than this one calls it.
         settings: any key of an experiment file: batch_size=64, epochs=5, steps=100,
             optimizer="Adam(lr=1e-3)", schedule="Cosine(warmup=0.1)", clip_norm=1.0 ...
 
@@ -70,8 +76,9 @@ def train(
     experiment = _experiment(None, given | settings)
     run = only_run(experiment, "ranks")
     folder = folder_for(out, f"{experiment.name}-{run.name}")
+    training = partial(train_run, quiet=quiet, callback=callback)
     return make_run(
-        run, experiment, folder, partial(train_run, quiet=quiet), max_restarts=max_restarts,
+        run, experiment, folder, training, max_restarts=max_restarts,
         notify=(lambda _: None) if quiet else tell,
     )  # fmt: skip
 
@@ -99,7 +106,7 @@ def compare(
             tune={"settings": {"optimizer.lr": [0.01, 0.03, 0.1]}},
         )
         for record in comparison.records:
-            print(record.name, record.seed, record.train_seconds, record.metrics)
+            print(record.asked.name, record.asked.seed, record.time.training)
 
     A run that fails is a record with the status "failed", and the others go on. One process with
     the same global batch is always among the strategies, as "one process" if it has no label.
@@ -171,7 +178,7 @@ def replay(
         InputError: the run was not recorded, or `until` is no step.
         RunFailed: the replay failed.
     """
-    source = Path(run)
+    source, then = Path(run), RunFolder(Path(run))
     if until is not None and until < 1:
         raise InputError(f"until: {until} is no step; the first is 1")
     if not (source / EXPERIMENT).is_file():
@@ -179,9 +186,9 @@ def replay(
     # The folder of a comparison has an experiment.yaml, too, of several runs.
     if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{EXPERIMENT}")):
         raise InputError(f"{source}: is a comparison; give one of its runs, such as {inside[0]}")
-    # The task's module may lie in a folder that is on the path of the run only (decision 66).
-    with suppress(FileNotFoundError, InputError):
-        known = read_json(source / "environment.json", dict[str, Any]).get("modules", [])
+    # The task's module may lie in a folder that was on the module path of the original run only.
+    with suppress(InputError):
+        known = then.environment.get("modules", [])
         sys.path += [folder for folder in known if folder not in sys.path]
     settings = only_run(load(source / EXPERIMENT), str(source / EXPERIMENT))
     if not settings.training.record_order:
@@ -190,13 +197,13 @@ def replay(
     from orchestra.engines.simulation.replay import STATES, replay_run
     from orchestra.trainer.checkpoints import read_rank
 
-    # Bits depend on how many threads do the arithmetic: those of each rank then (decision 39).
-    (record,) = read_summary(source / SUMMARY)
-    threads = None if record.engine == "simulation" else record.threads_by_rank
+    # The bits of a sum depend on the number of threads, so each rank gets that of the original run.
+    record = then.record
+    threads = None if record.asked.engine == "simulation" else record.threads_by_rank
     replayed = replay_run(settings, source, folder, until=until, threads=threads, quiet=quiet)
     stopped = replayed.parameters_sha256 is None
-    then = record.parameters_sha256
-    equal = None if stopped or then is None else replayed.parameters_sha256 == then
+    known = record.learned.parameters_sha256
+    equal = None if stopped or known is None else replayed.parameters_sha256 == known
     written = len(list((folder / f"{STATES:04d}").glob("rank-*"))) if stopped else 0
     states = {rank: read_rank(folder, STATES, rank) for rank in range(written)}
     return Replay(equal, replayed.steps, states, folder)

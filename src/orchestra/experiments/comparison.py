@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from orchestra.engines.events import Event, Interrupted, Notice, Terminated
 from orchestra.engines.live import Progress
@@ -22,6 +22,7 @@ from orchestra.experiments.experiment import (
     Choice,
     Experiment,
     Tune,
+    TuningTrial,
     alone,
     choose,
     not_run,
@@ -34,7 +35,6 @@ from orchestra.experiments.experiment import (
 from orchestra.experiments.run import (
     claim,
     clear_others,
-    finished,
     folder_for,
     held,
     idle_nodes,
@@ -49,7 +49,9 @@ from orchestra.experiments.techniques import (
     techniques,
     write_techniques,
 )
-from orchestra.records.record import RunRecord, run_folder, write_planned, write_summary
+from orchestra.records.files import run_folder
+from orchestra.records.record import RunRecord
+from orchestra.records.store import finished, write_summary
 from orchestra.report.numbers import count
 from orchestra.trainer.settings import Run
 
@@ -63,7 +65,7 @@ class Comparison:
     Attributes:
         records: of the runs, completed and failed, in the order in which they are made.
         folder: where everything lies.
-        report: the page to open in a browser; None where there is none.
+        report: the page to open in a browser; None if no page was written.
         planned: how many runs there are to be.
         not_run: name, ranks and reason of what cannot be run.
         stopped: whether Ctrl-C ended it before its time.
@@ -79,7 +81,9 @@ class Comparison:
     @property
     def well(self) -> bool:
         """True if every run was completed."""
-        return not self.stopped and all(record.status == "completed" for record in self.records)
+        return not self.stopped and all(
+            record.ending.status == "completed" for record in self.records
+        )
 
 
 def carry_out(
@@ -110,9 +114,10 @@ def carry_out(
     if baseline is not None and baseline not in experiment.strategies:
         hint = nearest(baseline, experiment.strategies)
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
+    planned = _Planned.of(experiment)
     folder = folder_for(out, experiment.name)
-    with held(folder, experiment):
-        execution = _Execution(experiment, folder, retry, search_seconds, quiet)
+    with held(folder, experiment, planned=planned.names(folder)):
+        execution = _Execution(experiment, planned, folder, retry, search_seconds, quiet)
         stopped = execution.run()
     records, page = execution.rows(), None
     if report and records:
@@ -122,6 +127,32 @@ def carry_out(
     return Comparison(records, folder, page, len(execution.runs), execution.not_run, stopped)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """The trials and runs of an experiment on this machine, and the rows that cannot be there."""
+
+    trials: Sequence[TuningTrial]
+    runs: Sequence[Run]
+    not_run: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Self:
+        lacking = [(run, training.lacking(run)) for run in runs(experiment)]
+        others = [
+            {"name": run.name, "ranks": run.training.ranks, "reason": reason}
+            for run, reason in lacking
+            if reason is not None and run.seed == experiment.seeds[0]
+        ]
+        made = [trial for trial in trials(experiment) if training.lacking(trial.run) is None]
+        there = [run for run, reason in lacking if reason is None]
+        return cls(made, there, [*not_run(experiment), *others])
+
+    def names(self, comparison: Path) -> dict[Path, str]:
+        """Return the folder of each trial and run in that of the `comparison`, with its name."""
+        named = {trial.folder(comparison): f"tuning: {trial}" for trial in self.trials}
+        return named | {_place(comparison, run): _what(run) for run in self.runs}
+
+
 class _Execution:
     """Makes the runs that are missing, until the end or Ctrl-C.
 
@@ -129,17 +160,16 @@ class _Execution:
     """
 
     def __init__(
-        self, experiment: Experiment, folder: Path, retry: bool, search_seconds: float, quiet: bool
+        self,
+        experiment: Experiment,
+        planned: _Planned,
+        folder: Path,
+        retry: bool,
+        search_seconds: float,
+        quiet: bool,
     ) -> None:
-        lacking = [(run, training.lacking(run)) for run in runs(experiment)]
-        self.runs = [run for run, reason in lacking if reason is None]
-        self.not_run = not_run(experiment) + [
-            {"name": run.name, "ranks": run.training.ranks, "reason": reason}
-            for run, reason in lacking
-            if reason is not None and run.seed == experiment.seeds[0]
-        ]
+        self.runs, self.not_run, self._trials = planned.runs, planned.not_run, planned.trials
         self._experiment, self._folder, self._retry = experiment, folder, retry
-        self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}
         self._pairs = techniques(experiment.strategies)
         simulates = experiment.training.engine == "simulation"
@@ -153,9 +183,6 @@ class _Execution:
 
     def run(self) -> bool:
         """Make all runs that are missing; return whether Ctrl-C ended it early."""
-        named = {trial.folder(self._folder): f"tuning: {trial}" for trial in self._trials}
-        named |= {self._place(run): _what(run) for run in self.runs}
-        write_planned(self._folder, named)
         with self._progress:
             for row in self.not_run:
                 what = f"{row['name']}, {count('rank', row['ranks'])}"
@@ -175,8 +202,10 @@ class _Execution:
         """Return the records of the runs that are done, in the order of the runs."""
         places = map(self._place, self.runs)
         records = [self._records[place] for place in places if place in self._records]
-        single = {(r.ranks, r.seed): r for r in records if r.distributed is False}
-        return [beside_single(r, single.get((r.ranks, r.seed))) for r in records]
+        single = {
+            (r.asked.ranks, r.asked.seed): r for r in records if r.pacing.distributed is False
+        }
+        return [beside_single(r, single.get((r.asked.ranks, r.asked.seed))) for r in records]
 
     def _tuned(self, tune: Tune) -> Mapping[tuple[str, int], Choice]:
         """Make all trials, and choose; rows with a completed run keep their choice."""
@@ -185,7 +214,9 @@ class _Execution:
             lacks = f"{self._experiment.task} has no validation data to choose by"
             raise InputError(f"tune: {lacks}; leave tune out, or give the task some")
         # A retried trial could change the choice, and runs of one row would have unlike settings.
-        settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
+        settled = {
+            (r.asked.name, r.asked.ranks) for r in self.rows() if r.ending.status == "completed"
+        }
         outcomes = []
         # Trial by trial over all rows: a machine that grows slower does so for everybody.
         for _, block in groupby(self._trials, lambda trial: trial.number):
@@ -247,7 +278,7 @@ class _Execution:
         return self._make(run, place, what, self._retry, chosen)
 
     def _place(self, run: Run) -> Path:
-        return run_folder(self._folder, run.name, run.training.ranks, run.seed)
+        return _place(self._folder, run)
 
     def _make(
         self,
@@ -271,7 +302,8 @@ class _Execution:
         if done := finished(folder, failed=not retry):
             self._progress.skip()
             return done[0]
-        # Ctrl-C while the last run was evaluated could not stop that run (decision 13).
+        # Ctrl-C during the evaluation of a run comes too late to stop that run, but has to stop the
+        # comparison.
         if self._progress.interrupted:
             raise KeyboardInterrupt
         own = alone(self._experiment, run)
@@ -285,7 +317,7 @@ class _Execution:
             # `held` has removed the folder of a run that was refused before it began.
             claim(folder, own)
             record = write_failure(run, folder, own.name, failure)
-        if record.status == "stopped":
+        if record.ending.status == "stopped":
             raise KeyboardInterrupt
         return self._finished(record, run)
 
@@ -300,19 +332,23 @@ class _Execution:
     def _finished(self, record: RunRecord, run: Run) -> RunRecord:
         """Tell the user the outcome of a run in a few words, and return its record."""
         target = run.training.target
-        name = target.metric if target is not None else next(iter(record.metrics), "loss")
-        value = record.metrics.get(name, record.final_loss if name == "loss" else None)
+        name = target.metric if target is not None else next(iter(record.learned.metrics), "loss")
+        value = record.learned.metrics.get(name, record.learned.loss if name == "loss" else None)
         figure = "" if value is None else f"{name} {value:.4g}, "
-        text = f"{figure}{record.train_seconds or 0.0:.1f} s"
-        if record.failure is not None:
-            text = f"failed: {record.failure.splitlines()[0]}"
-        self._progress.finish(text, failed=record.status == "failed")
+        text = f"{figure}{record.time.training or 0.0:.1f} s"
+        if record.ending.failure is not None:
+            text = f"failed: {record.ending.failure.splitlines()[0]}"
+        self._progress.finish(text, failed=record.ending.status == "failed")
         return record
 
     def _require_good_input(self) -> None:
         """Raise the first error if every run so far was refused as bad input."""
         if self._bad_input and len(self._bad_input) == self._made:
             raise self._bad_input[0]
+
+
+def _place(comparison: Path, run: Run) -> Path:
+    return run_folder(comparison, run.name, run.training.ranks, run.seed)
 
 
 def _what(run: Run) -> str:

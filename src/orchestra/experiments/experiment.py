@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,12 +17,13 @@ from typing import Any, Literal
 
 from orchestra.errors import CONTROLS, InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
-from orchestra.records.record import RunRecord, trial_folder, write_atomically
+from orchestra.records.files import trial_folder, write_atomically
+from orchestra.records.record import RunRecord
 from orchestra.report.numbers import count
 from orchestra.report.rows import grouped
-from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, REQUIRED, Settings, parse, setting
 from orchestra.settings.base import to_plain
-from orchestra.settings.reading import replace_setting
+from orchestra.settings.tree import rebuilt
 from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
@@ -52,7 +54,8 @@ class Tune(Settings):
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
-        # Strategies differ most in the rate that suits: a fixed one would decide (decision 13).
+        # Strategies need different learning rates, so that a fixed rate would decide the
+        # comparison.
         if RATE not in self.settings:
             raise InputError(f"tune.settings: lacks {RATE}, the setting that matters most; add it")
         for key, values in self.settings.items():
@@ -87,12 +90,30 @@ def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
     Raises:
         InputError: there is no such setting, or it cannot have this value.
     """
+    where = f"tune.settings.{', '.join(settings)}"
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in settings.items():
-        own = key.startswith(_STRATEGY)
-        path, registry = (key, STRATEGIES) if own else (f"training.{key}", SCHEDULES)
-        text = value if isinstance(value, str) else repr(value)
-        run = replace_setting(run, path, text, registry, where=f"tune.settings.{key}")
-    return run
+        head, _, rest = key.partition(".")
+        changes[head][rest] = value
+    strategy, training = run.strategy, run.training
+    if own := changes.pop("strategy", None):
+        strategy = rebuilt(strategy, own, STRATEGIES, where=where)
+    values: dict[str, Any] = {}
+    try:
+        if arguments := changes.pop("optimizer", None):
+            optimizer = training.optimizer
+            known = {**optimizer.arguments, **arguments}
+            values["optimizer"] = replace(optimizer, arguments=known)
+        for name, inside in changes.items():
+            held = inside.pop("", getattr(training, name))
+            if isinstance(held, str):
+                held = parse(held, SCHEDULES, where=where)
+            if inside and not isinstance(held, Settings):
+                raise InputError(f"{name} is {held!r}, which has no settings of its own")
+            values[name] = rebuilt(held, inside, SCHEDULES, where=where) if inside else held
+        return replace(run, strategy=strategy, training=replace(training, **values))
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
 
 
 def _has(run: Run, key: str, value: object) -> bool:
@@ -252,7 +273,7 @@ def only_run(experiment: Experiment, source: str) -> Run:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuningTrial:
     """One combination of settings, tried with one strategy on one number of ranks.
 
     `run` has them, and is judged on the validation data.
@@ -278,7 +299,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What trials are judged by: a metric or "loss", for which `by`, and if higher is better."""
+    """The figure that ranks trials: a metric or "loss", chosen `by`, and if higher is better."""
 
     by: str
     metric: str
@@ -294,16 +315,16 @@ class Criterion:
 
     def score(self, record: RunRecord) -> float | None:
         """Return the figure of a trial; None where it failed or diverged."""
-        if record.status != "completed":
+        if record.ending.status != "completed":
             return None
-        loss = record.final_loss if self.metric == "loss" else None
+        loss = record.learned.loss if self.metric == "loss" else None
         # The loss is a field of the record; a task may also have a metric of that name
-        value = record.metrics.get(self.metric, loss)
+        value = record.learned.metrics.get(self.metric, loss)
         return value if value is not None and math.isfinite(value) else None
 
     def cost(self, record: RunRecord) -> tuple[float, float]:
         """Return a key to sort trials by, smaller is better; of equal ones the loss decides."""
-        score, loss = self.score(record), record.final_loss
+        score, loss = self.score(record), record.learned.loss
         if score is None:
             return math.inf, math.inf
         equal = loss if loss is not None and math.isfinite(loss) else math.inf
@@ -316,10 +337,10 @@ class Choice:
     """The trials of one strategy on one number of ranks, in order, with their records."""
 
     criterion: Criterion
-    outcomes: Sequence[tuple[Trial, RunRecord]]
+    outcomes: Sequence[tuple[TuningTrial, RunRecord]]
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> TuningTrial | None:
         """The best trial, the earlier of equals; None where all failed or diverged."""
         # min() keeps the first of equals
         trial, record = min(self.outcomes, key=lambda outcome: self.criterion.cost(outcome[1]))
@@ -329,7 +350,7 @@ class Choice:
     def reason(self) -> str:
         """Why there is no best trial."""
         _, first = self.outcomes[0]
-        cause = first.failure or f"its {self.criterion.metric} is not a finite number"
+        cause = first.ending.failure or f"its {self.criterion.metric} is not a finite number"
         return f"every trial of its tuning failed; the first: {cause}"
 
     def plain(self) -> dict[str, Any]:
@@ -345,10 +366,10 @@ class Choice:
                 {
                     "trial": trial.number,
                     "settings": trial.settings,
-                    "status": record.status,
+                    "status": record.ending.status,
                     "score": self.criterion.score(record),
-                    "loss": record.final_loss,
-                    "failure": record.failure,
+                    "loss": record.learned.loss,
+                    "failure": record.ending.failure,
                 }
                 for trial, record in self.outcomes
             ],
@@ -357,7 +378,7 @@ class Choice:
         return plain
 
 
-def trials(experiment: Experiment) -> list[Trial]:
+def trials(experiment: Experiment) -> list[TuningTrial]:
     """Return the trials of every strategy and number of ranks, in the order of their runs."""
     tune = experiment.tune
     if tune is None:
@@ -366,7 +387,7 @@ def trials(experiment: Experiment) -> list[Trial]:
     once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
     every = [
         # The test data stays unseen until the settings are chosen
-        Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
+        TuningTrial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
         for number, settings in enumerate(grid(tune, run))
     ]
@@ -375,7 +396,7 @@ def trials(experiment: Experiment) -> list[Trial]:
 
 
 def choose(
-    tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
+    tune: Tune, training: Training, outcomes: Sequence[tuple[TuningTrial, RunRecord]]
 ) -> dict[tuple[str, int], Choice]:
     """Return the choice of each strategy and number of ranks, by its trials."""
     criterion = Criterion.of(tune, training.target)

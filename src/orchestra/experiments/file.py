@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,25 +15,29 @@ from orchestra.cluster.file import is_file, load_cluster
 from orchestra.data import SHARDINGS, shares_of
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
-from orchestra.optimizers.settings import SCHEDULES, Optimizer, ParameterGroup
-from orchestra.records.record import SUMMARY, read_summary
-from orchestra.settings import Settings, parse, read, write
-from orchestra.settings.base import settings_of, to_plain
+from orchestra.module_path import admit
+from orchestra.optimizers.settings import OPTIMIZERS, SCHEDULES, Optimizer, ParameterGroup
+from orchestra.records.files import SUMMARY
+from orchestra.records.store import RunStore
+from orchestra.settings import Call, Settings, parse, read, write
+from orchestra.settings.base import default_of, settings_of, to_plain
 from orchestra.settings.notation import bound, build
 from orchestra.settings.reading import (
     Entry,
     Reader,
+    document_in,
+    literal,
     mapping,
     read_document,
     refuse_others,
-    replace_setting,
     require,
     yaml_text,
     yaml_value,
 )
+from orchestra.settings.tree import SettingChange, changed_entry
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks import replace_task_setting, task_name, task_text
+from orchestra.tasks import TASKS, task_name, task_text
 from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import MEASURED, Training
 
@@ -47,33 +52,39 @@ NOTATIONS = {"schedule": SCHEDULES, "sharding": SHARDINGS, "shares": BALANCINGS}
 KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
 
 
+STANDARD_INPUT = "-"
+FOLDER_VARIABLE = "ORCHESTRA_EXPERIMENT_FOLDER"
+"""The folder of the experiment that standard input gives, in which its modules are looked up."""
+
+
 def load(
     path: Path | None,
     overrides: Sequence[str] = (),
     given: Mapping[str, Entry] | None = None,
     *,
     strategy: str | None = None,
+    defaults: Mapping[str, Entry] | None = None,
 ) -> Experiment:
     """Return the experiment in the file `path`, with changes from a command line.
 
-    Modules beside the file can be imported from then on; installed ones come first.
+    All changes are applied to what the file says before anything is built and checked.
+
+    From then on, modules in the file's folder can be imported; installed modules take precedence.
 
     Args:
-        path: a YAML file; None where `given` says enough.
+        path: a YAML file, or `STANDARD_INPUT`; None where `given` says enough.
         overrides: "key=value" each; a dotted key reaches inside ("optimizer.lr=0.1"). Keys
-            without a dot come first, then the dotted ones, each in their order.
+            without a dot are applied before the dotted ones, each in their order.
         given: whole keys that replace the file's.
         strategy: the only one of the experiment: a label of the file, or else in the notation.
+        defaults: whole keys for which the file says nothing.
 
     Raises:
         InputError: one line with the place, what is wrong, and the nearest known key.
     """
-    document: dict[str, Entry] = {}
+    document = dict(defaults or {})
     if path:
-        document = read_document(path, needs="task and strategies", example="task: digits")
-        if (beside := str(path.resolve().parent)) not in sys.path:
-            # Last, but before the working folder, which a command has put there.
-            sys.path.insert(len(sys.path) - (sys.path[-1] == str(Path.cwd())), beside)
+        document |= _read(path)
     document = _replaced(document, given or {})
     if strategy is not None:
         document |= _only(document, strategy)
@@ -82,11 +93,21 @@ def load(
         # Whole keys first: a dotted key may reach inside of one that is given here, too.
         if "." not in key:
             document = _replaced(document, {key: Entry(yaml_value(text, where), where)})
-    experiment = _experiment(document, path)
     for key, text, where in pairs:
         if "." in key:
-            experiment = _changed(experiment, key, text, where)
-    return experiment
+            document[key.partition(".")[0]] = _changed(document, key, literal(text, where), where)
+    return _experiment(document, path)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    """Return the content of the file, and let modules in its folder be imported."""
+    needs, example = "task and strategies", "task: digits"
+    if str(path) != STANDARD_INPUT:
+        admit(str(path.resolve().parent))
+        return read_document(path, needs=needs, example=example)
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        admit(folder)
+    return document_in(sys.stdin.read(), "standard input", needs=needs, example=example)
 
 
 def to_yaml(experiment: Experiment) -> str:
@@ -184,7 +205,7 @@ def _strategies(entry: Entry, key: str) -> dict[str, object]:
         where = item.at(f"{key}.{label}")
         call = read(item.value, where=where)
         target = bound(call, STRATEGIES, where=where)
-        # Before anything is called: a notation in a file could name any function (decision 53).
+        # Checked before anything is called, because a notation in a file could name any function.
         if not (isinstance(target, type) and issubclass(target, Strategy)):
             raise InputError(f"{where}: expected Strategy, got {call.name}")
         strategies[str(label)] = build(call, STRATEGIES, where=where)
@@ -227,6 +248,8 @@ def _notation(entry: Entry, key: str) -> object:
 
 def _shares(entry: Entry, key: str) -> Any:
     """Return weights and "measured" as they are; of a notation its rule, of a run its speeds."""
+    if isinstance(entry.value, Call):
+        return _notation(entry, key)
     if not isinstance(entry.value, str) or entry.value == MEASURED:
         return entry.value
     run = _folder(entry) / entry.value
@@ -245,12 +268,15 @@ def _shares_of(run: Path, where: str) -> tuple[float, ...]:
     samples: defaultdict[int, float] = defaultdict(float)
     seconds: defaultdict[int, float] = defaultdict(float)
     numbers = set()
-    for record in read_summary(run / SUMMARY):
-        if record.status == "completed" and record.workers == record.ranks == len(record.by_rank):
-            numbers.add(record.ranks)
-            for rank in record.by_rank:
-                samples[rank["rank"]] += rank["samples"]
-                seconds[rank["rank"]] += rank["seconds"]["compute"]
+    for record in (each.record for each in RunStore(run).runs):
+        if (
+            record.ending.status == "completed"
+            and record.asked.workers == record.asked.ranks == len(record.machine.by_rank)
+        ):
+            numbers.add(record.asked.ranks)
+            for rank in record.machine.by_rank:
+                samples[rank.rank] += rank.samples
+                seconds[rank.rank] += rank.seconds["compute"]
     if len(numbers) != 1 or not all(seconds.values()):
         raise InputError(
             f"{where}: {run} tells no speeds: it needs completed runs whose ranks are all workers, "
@@ -279,17 +305,29 @@ READER = Reader(
 )
 
 
-def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:
-    """Replace what lies behind the dotted `key`."""
-    head, _, rest = key.partition(".")
+INSIDE = {"task": TASKS, "strategies": STRATEGIES, "optimizer": OPTIMIZERS, **NOTATIONS}
+"""The keys whose values hold notations, and what those may name."""
+
+
+def _changed(document: Mapping[str, Entry], key: str, value: object, where: str) -> Entry:
+    """Return the entry of the first name in the dotted `key`, with the change inside of it."""
+    head, *inside = key.split(".")
     if head not in KNOWN_KEYS:
         raise InputError(f"{where}: unknown key {head!r}; {nearest(head, KNOWN_KEYS)}")
-    if head == "task":
-        task = replace_task_setting(experiment.task, rest, text, where=where)
-        return experiment.with_setting("task", task)
     if head == "parameter_groups":
         remedy = "give parameter_groups as a whole, --set 'parameter_groups=[...]'"
         raise InputError(f"{where}: {remedy}")
-    inside = key if head in _HEAD else f"training.{key}"
-    changed: Experiment = replace_setting(experiment, inside, text, STRATEGIES, where=where)
-    return changed
+    entry = document.get(head) or Entry(_default(head), where)
+    change = SettingChange(tuple(inside), value, where)
+    return changed_entry(entry, change, head, INSIDE.get(head), only_known=head == "strategies")
+
+
+def _default(key: str) -> object:
+    """Return what a file would say to give `key` its default."""
+    if key in ("target", "tune", "devices"):
+        return {}
+    cls = Experiment if key in _HEAD else Training
+    default = default_of(cls.__dataclass_fields__[key])
+    if isinstance(default, Optimizer):
+        return repr(default)
+    return write(default, INSIDE.get(key)) if isinstance(default, Settings) else default

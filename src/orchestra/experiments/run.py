@@ -22,16 +22,10 @@ from orchestra.errors import InputError, RankLost, RunFailed, tell
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
+from orchestra.records.files import EXPERIMENT, SUMMARY, partial_of, write_atomically
 from orchestra.records.live import holder
-from orchestra.records.record import (
-    EXPERIMENT,
-    SUMMARY,
-    RunRecord,
-    partial_of,
-    read_summary,
-    write_atomically,
-    write_summary,
-)
+from orchestra.records.record import Restart, RunRecord
+from orchestra.records.store import finished, write_planned, write_summary
 from orchestra.settings.reading import read_bytes, yaml_value
 from orchestra.trainer.checkpoint_files import newest_whole
 from orchestra.trainer.membership import refusal_to_resume
@@ -49,6 +43,7 @@ def make_run(
     tuned: Mapping[str, Any] | None = None,
     on_resume: Callable[[RunRecord | None], None] | None = None,
     max_restarts: int = 0,
+    restarts_before: Sequence[Restart] = (),
     notify: Callable[[str], None] = tell,
 ) -> RunRecord:
     """Claim `folder` for `run`, train, write `summary.json`, release the folder, and return the
@@ -59,20 +54,22 @@ def make_run(
         tuned: the settings that were chosen for the run by trials.
         on_resume: called where the folder has this run already, with its record if completed.
         max_restarts: how often the run goes on from its newest checkpoint after it lost a rank.
+        restarts_before: those that a launcher has made.
         notify: called with each line about restarts.
 
     Raises:
         InputError: as `Restarts`, `held`, `tracked` and `train` do.
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
-    restarts = Restarts(run, folder, max_restarts, notify)
+    restarts = Restarts(run, folder, max_restarts, notify, restarts_before)
     with held(folder, alone(experiment, run), run) as resumed:
         completed = next(iter(finished(folder)), None) if resumed else None
         if resumed and on_resume is not None:
             on_resume(completed)
         if completed is not None:
             return completed
-        # A run that was retried and killed is under way, and not failed (decision 13).
+        # The old summary goes first: a run that is retried and then killed is unfinished, not
+        # failed.
         (folder / SUMMARY).unlink(missing_ok=True)
         restarts.begin()
         while True:
@@ -113,7 +110,7 @@ def _attempt(
             last = restarts.concluded(failure)
             write_failure(run, folder, experiment.name, last, restarts)
             raise last from None
-        record = restarts.added_to(replace(record, tuned=tuned))
+        record = restarts.added_to(replace(record, asked=replace(record.asked, tuned=tuned)))
         write_summary(folder, experiment.name, [record])
         if tracking is not None:
             tracking.record = record
@@ -185,7 +182,7 @@ def claim(folder: Path, experiment: Experiment, run: Run | None = None) -> bool:
         if path.exists():
             _require_same(path, read_bytes(path).decode(errors="replace"), text, run)
             return True
-        # A kill while the file was written leaves its half, which is ours (decision 13).
+        # A kill during the write leaves a partial file, which is Orchestra's own.
         if any(file != partial_of(path) for file in folder.iterdir()):
             raise InputError(f"{folder}: holds files, but no {EXPERIMENT}; choose another --out")
         write_atomically(path, text)
@@ -197,8 +194,16 @@ def claim(folder: Path, experiment: Experiment, run: Run | None = None) -> bool:
 
 
 @contextmanager
-def held(folder: Path, experiment: Experiment, run: Run | None = None) -> Iterator[bool]:
+def held(
+    folder: Path,
+    experiment: Experiment,
+    run: Run | None = None,
+    planned: Mapping[Path, str] | None = None,
+) -> Iterator[bool]:
     """Claim the folder, and keep other processes out; give whether it was claimed before.
+
+    In the folder of a comparison, the `planned` runs are listed at once by their folders and names,
+    so that others can watch it without reading its experiment.
 
     Files that a killed process left half written are removed, and a new folder in which nothing
     could be run, for bad input.
@@ -210,6 +215,8 @@ def held(folder: Path, experiment: Experiment, run: Run | None = None) -> Iterat
     with _locked(folder):
         for leftover in folder.glob(partial_of(Path("*")).name):
             leftover.unlink()
+        if planned is not None:
+            write_planned(folder, planned)
         try:
             yield resumed
         except InputError:
@@ -244,21 +251,6 @@ def clear_others(folder: Path, experiment: Experiment) -> None:
     path = folder / EXPERIMENT
     if folder.exists() and not (path.exists() and read_bytes(path) == to_yaml(experiment).encode()):
         shutil.rmtree(folder)
-
-
-def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
-    """Return the completed runs in `summary.json` of `folder`; none where there is no such file.
-
-    With `failed` the failed ones are among them.
-
-    Raises:
-        InputError: it is there, but damaged.
-    """
-    wanted = ("completed", "failed") if failed else ("completed",)
-    try:
-        return [one for one in read_summary(folder / SUMMARY) if one.status in wanted]
-    except FileNotFoundError:
-        return []
 
 
 def _require_same(path: Path, old_text: str, new_text: str, run: Run | None) -> None:

@@ -16,7 +16,8 @@ from orchestra.engines.simulation.costs import cost_source_of
 from orchestra.engines.simulation.trials import BreakEven, Question, Rival, find_break_even
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import tuned
-from orchestra.records.record import TECHNIQUES, RunRecord, write_atomically
+from orchestra.records.files import TECHNIQUES, write_atomically
+from orchestra.records.record import RunRecord
 from orchestra.settings.base import default_of, to_plain
 from orchestra.settings.reading import read_json
 from orchestra.strategies.base import Strategy
@@ -62,7 +63,7 @@ def _one_more(strategy: Strategy, plain: Strategy) -> str | None:
     if type(strategy) is not type(plain):
         return None
     names = [f.name for f in fields(plain) if getattr(strategy, f.name) != getattr(plain, f.name)]
-    # Of two values that are both no default neither is the plain one (decision 86)
+    # A row is plain where its setting has the default; of two other values neither would be.
     if len(names) != 1:
         return None
     (name,) = names
@@ -77,7 +78,11 @@ def on_most_ranks(
     """Yield each technique with its run and the plain one, with the first seed and the settings
     that were chosen for them, on the most ranks that both completed.
     """
-    settings = {(r.name, r.ranks): r.tuned for r in records if r.status == "completed"}
+    settings = {
+        (r.asked.name, r.asked.ranks): r.asked.tuned
+        for r in records
+        if r.ending.status == "completed"
+    }
 
     def run_of(name: str, ranks: int) -> Run:
         run = next(r for r in runs if (r.name, r.training.ranks) == (name, ranks))
@@ -98,14 +103,14 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
     """
     found = []
     for record in records:
-        if (record.name, record.ranks) != (run.name, run.training.ranks):
+        if (record.asked.name, record.asked.ranks) != (run.name, run.training.ranks):
             continue
-        whole = record.train_seconds
-        until = whole if run.training.target is None else record.time_to_target_seconds
-        if record.status != "completed" or not whole or until is None:
+        whole = record.time.training
+        until = whole if run.training.target is None else record.to_target.seconds
+        if record.ending.status != "completed" or not whole or until is None:
             return None
         # Steps, which other links do not change; their time is what the search simulates.
-        found.append(record.steps * until / whole)
+        found.append(record.learned.steps * until / whole)
     return statistics.fmean(found)
 
 

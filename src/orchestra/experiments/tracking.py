@@ -22,9 +22,10 @@ from orchestra.errors import InputError, tell
 from orchestra.experiments.experiment import Experiment, alone, on_ranks
 from orchestra.experiments.file import to_yaml
 from orchestra.records.exports import TRACKERS
-from orchestra.records.live import PARTS, Line, Tail
-from orchestra.records.record import EXPERIMENT, SUMMARY, RunRecord, write_atomically
-from orchestra.report.watching import RankTrack
+from orchestra.records.files import EXPERIMENT, SUMMARY, write_atomically
+from orchestra.records.following import PARTS, Line
+from orchestra.records.record import RunRecord
+from orchestra.records.store import RunFolder
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import read_json, yaml_value
 from orchestra.trainer.settings import Run
@@ -200,10 +201,11 @@ class Tracking:
         except InputError:
             self._with_each(lambda tracker: tracker.finish("failed", {}))
             raise
-        self._tracks: dict[int, RankTrack] = {}
+        self._run = RunFolder(folder).follow()
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
-        # In the launcher: no rank waits for a network, nor imports these libraries (decision 100).
+        # The thread runs in the launcher, so that no rank imports a tracker's library or waits for
+        # its network.
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
         self._keep()
         self._thread.start()
@@ -214,8 +216,11 @@ class Tracking:
 
     def look(self) -> None:
         """Log what the ranks have written since the last look."""
-        news = self._read()
-        first = min(self._tracks, default=None)
+        news = self._run.poll_steps()
+        # Ranks without figures, such as servers, have no lines
+        first = min(
+            (rank for rank, track in self._run.tracks.items() if track.window), default=None
+        )
         if first is None or not news.get(first):
             return
         self._consumed += [(line["consumed"], line["step"]) for line in news[first]]
@@ -236,31 +241,20 @@ class Tracking:
             return
         self.look()
         rows = []
-        for line in Tail(self._folder / "curve.jsonl").read():
-            if line["samples"] > self._samples:
-                self._samples = line["samples"]
-                metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
+        for point in RunFolder(self._folder).curve:
+            if point.samples > self._samples:
+                self._samples = point.samples
+                metrics = {f"eval/{name}": value for name, value in point.metrics.items()}
                 # A snapshot is evaluated at the end, but is of the step at which it was taken.
-                rows.append((self._step_at(line["samples"]), metrics))
+                rows.append((self._step_at(point.samples), metrics))
         self._log(rows)
         final = {} if self.record is None else _of_record(self.record)
         self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
-    def _read(self) -> dict[int, Sequence[Line]]:
-        """Return the new lines of each rank; none of ranks without figures, such as servers."""
-        news: dict[int, Sequence[Line]] = {}
-        for path in self._folder.glob("steps-rank-*.jsonl"):
-            rank = int(path.stem.rpartition("-")[2])
-            track = self._tracks.get(rank) or RankTrack(path)
-            with suppress(OSError):
-                news[rank] = track.look()
-            if track.window:
-                self._tracks[rank] = track
-        return news
-
     def _of_now(self) -> dict[str, Any]:
         """Return the speeds and shares of the time of each rank, over its last steps."""
-        rows = [track.row(rank, None, 0.0) for rank, track in sorted(self._tracks.items())]
+        tracks = sorted(self._run.tracks.items())
+        rows = [track.view(rank, 0.0) for rank, track in tracks if track.window]
         speed = sum(row.samples_per_second or 0.0 for row in rows)
         found: dict[str, Any] = {"train/samples_per_second": speed}
         for row in rows[:MAX_RANKS] if len(rows) > 1 else ():
@@ -308,7 +302,7 @@ def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking
     tracking, status = Tracking(run, experiment, folder), "failed"
     try:
         yield tracking
-        status = "completed" if tracking.record is None else tracking.record.status
+        status = "completed" if tracking.record is None else tracking.record.ending.status
     except KeyboardInterrupt:
         status = "stopped"
         raise
@@ -336,14 +330,17 @@ def _of_step(line: Line) -> dict[str, Any]:
 def _of_record(record: RunRecord) -> dict[str, Any]:
     """Return the figures of a whole run, by the split that the final ones are of."""
     return {
-        f"{record.judged_on}/loss": record.final_loss,
-        **{f"{record.judged_on}/{name}": value for name, value in record.metrics.items()},
-        "train_seconds": record.train_seconds,
-        "setup_seconds": record.setup_seconds,
-        "samples_per_second": record.samples_per_second,
-        "bytes_sent": record.bytes_sent,
-        "time_to_target_seconds": record.time_to_target_seconds,
-        "switched_at_step": record.switched_at_step,
+        f"{record.asked.judged_on}/loss": record.learned.loss,
+        **{
+            f"{record.asked.judged_on}/{name}": value
+            for name, value in record.learned.metrics.items()
+        },
+        "train_seconds": record.time.training,
+        "setup_seconds": record.time.setup,
+        "samples_per_second": record.time.samples_per_second,
+        "bytes_sent": record.traffic.sent,
+        "time_to_target_seconds": record.to_target.seconds,
+        "switched_at_step": record.switching.at_step,
     }
 
 

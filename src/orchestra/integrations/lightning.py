@@ -3,7 +3,7 @@
     from orchestra.integrations.lightning import OrchestraStrategy
     trainer = lightning.Trainer(strategy=OrchestraStrategy("AllReduce('ring')"))
 
-docs/integrations-lightning.md describes how each feature of a fit behaves.
+docs/how-to/lightning.md describes how each feature of a fit behaves.
 """
 
 from __future__ import annotations

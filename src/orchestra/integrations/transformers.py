@@ -73,7 +73,7 @@ def distribute(
     if not isinstance(trainer, Trainer):
         raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
     _refuse_collisions(trainer, strategy)
-    # In front of the object's own class, so that subclasses keep what they override (decision 56)
+    # Our methods go in front of the object's own class, so that a subclass keeps what it overrides.
     if not isinstance(trainer, _Distributed):
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (_Distributed, kind), {})
@@ -222,7 +222,8 @@ def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     return loader
 
 
-# The Trainer takes the name from its module, whose loader knows nothing of ours (decision 56).
+# The Trainer looks this function up in its module; the original would make a loader that is not
+# dealt out to workers.
 trainer_module.skip_first_batches = _skip_first_batches
 
 
@@ -239,8 +240,8 @@ class _Distributed(Trainer):
 
     def take_place(self) -> None:
         """Make Accelerate see a single process, and the arguments the place among the workers."""
-        # Else Accelerate would wrap the model, shard every loader and gather at every log; with
-        # servers, which are none of its processes, such collectives never end (decision 56).
+        # Otherwise Accelerate would wrap the model, shard every loader and gather at every log.
+        # Servers take no part in such collectives, which would never end.
         for state in (PartialState(), self.accelerator.state):
             state.distributed_type = DistributedType.NO
             state.num_processes = 1
@@ -307,7 +308,7 @@ class _Distributed(Trainer):
         own = float(items) if share else 0.0  # a repeated batch does not count
         total = batches.sum_over_workers(torch.tensor([own]))[0].to(device, torch.float32)
         # The gradient is weighted by the samples' share w of this worker; divided by w T, with T
-        # items in all, the sum over the workers is the mean over all items (decision 56).
+        # items in all, the sum over the workers is the mean over all items.
         return batch_samples, total * share if share else total
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +354,7 @@ class _Distributed(Trainer):
         self._batches.agree()
         with self._batches.pause():
             output = super().evaluation_loop(*args, **kwargs)
-            # After training workers may evaluate alone; a collective would not end (decision 56)
+            # After training, workers may evaluate alone, and a collective would never end.
             if self.is_in_train:
                 self._share(output.metrics)
         return output

@@ -99,7 +99,8 @@ class WorkerGroup:
         if self._transport.rank != root:
             return receive_object(self._transport, root)
         try:
-            # Checked where the caller's mistake is; what arrives is never unpickled (decision 53).
+            # Checked at the caller, who made the mistake. The receiver reads JSON and never
+            # unpickles.
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError(

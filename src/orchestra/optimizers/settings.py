@@ -72,7 +72,7 @@ class Optimizer(Settings):
         return type(self)(self.name, {**self.arguments, name: value}, self.groups)
 
     @classmethod
-    def parse(cls, text: str, *, where: str) -> Self:
+    def parse(cls, text: str | Call, *, where: str) -> Self:
         """Return the optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
 
         Raises:
@@ -158,3 +158,6 @@ SCHEDULES = Registry(
     "schedule",
     {cls.__name__: f"{__name__}:{cls.__name__}" for cls in (Constant, Cosine, StepDecay)},
 )
+
+OPTIMIZERS = Registry("optimizer", {}, makes=callable)
+"""Those of torch.optim. Only torch knows them, so that no name can be resolved here."""

@@ -227,7 +227,7 @@ def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str,
 def changed_options(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> str:
     """Return as JSON, group by group, the options that `optimizer` had `before` with other values.
 
-    Empty if there are none. Learning rates are left out, as they always travel.
+    Return "" if no option has changed. Learning rates are left out, as they always travel.
     """
     changed = [
         {key: group[key] for key, value in old.items() if key != "lr" and group[key] != value}

@@ -1,4 +1,4 @@
-"""A server beside a worker: both are flows of one rank, and share the memory of the slice."""
+"""A server on a worker's rank: both are flows of that rank, and share the memory of the slice."""
 
 from __future__ import annotations
 

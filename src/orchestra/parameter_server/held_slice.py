@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -59,10 +59,10 @@ class Neighbour:
 
 @dataclass(eq=False, slots=True)
 class Landing:
-    """Memory for a push that comes in parts, and the receives of those that are to come."""
+    """Memory for the next push of a worker, and the receives of its parts."""
 
     gradient: Tensor
-    receives: deque[ReceiveHandle]
+    receives: list[ReceiveHandle]
 
 
 @dataclass(eq=False)
@@ -72,9 +72,9 @@ class HeldSlice:
     `charge(kind, amount, function)` runs and charges computation; `corrections` change each push
     before it is applied; `clip` clips an averaged gradient together with the other servers;
     `on_update` is called with the samples consumed and the new values; `decode` makes the gradient
-    of a push from the payload that has arrived. Pushes come in `parts`, unless there are none;
-    with `apply_per_part` they are weighted, and a part is added up, applied and answered as soon as
-    all workers have pushed it. Nothing is sent to the `neighbour`, if there is one.
+    of a push from the payload that has arrived. Pushes come in `parts`, or whole if `parts` is
+    empty. With `apply_per_part` they are weighted, and a part is added up, applied and answered as
+    soon as all workers have pushed it. Nothing is sent to the `neighbour`, if it is set.
     """
 
     state: ServerState
@@ -102,9 +102,7 @@ class HeldSlice:
         self._memory: dict[int, WorkerMemory] = defaultdict(WorkerMemory)
         self._needs_given = any(correction.needs_given for correction in self.corrections)
         self._sending: dict[int, list[Handle]] = {}
-        # Where the parts of each worker's next push land, and who has none yet
-        self._landing: dict[int, Landing] = {}
-        self._without_landing = sorted(self.state.live) if self._lands_in_place else []
+        self._landing: dict[int, Landing] = {}  # of each worker's next push
         # Parts that not all workers have pushed, by number and worker
         self._arrived: dict[int, dict[int, tuple[Push, Tensor]]] = defaultdict(dict)
         if self._needs_given:
@@ -115,10 +113,6 @@ class HeldSlice:
         if request.kind is Kind.PUSH:
             assert request.push is not None
             self._clocks[request.worker] = request.push.clock
-            if request.worker in self._landing:
-                landed = self._landing.pop(request.worker).gradient
-                self._gradients[request.worker, request.push.clock] = landed
-                self._without_landing.append(request.worker)
             if gradient is not None:
                 gradient = gradient.to(self.values.device)
                 if self.decode is not None:
@@ -140,34 +134,45 @@ class HeldSlice:
 
     @property
     def _lands_in_place(self) -> bool:
-        """True if the parts of a push are put together before it is applied."""
-        return bool(self.parts) and not self.apply_per_part
+        """True if a push is as large as the slice, and its parts are put together."""
+        return self.decode is None and not self.apply_per_part
 
-    def expect_parts(self, transport: Transport) -> None:
-        """Post the receives of the next push of each worker, where parts are put together.
+    def expect_pushes(self, transport: Transport) -> None:
+        """Post the receives of the next push of each worker.
 
-        A part that is here before its receive is posted has to be copied.
+        What is here before its receive is posted has to be copied.
         """
-        while self._without_landing:
-            worker = self._without_landing.pop()
-            if worker in self.state.live and not self._is_neighbour(worker):
-                gradient = torch.empty_like(self.values)
-                receives = (
-                    transport.receive(worker, Tag.GRADIENT, gradient[span.first : span.end])
-                    for span in self._spans
-                )
-                self._landing[worker] = Landing(gradient, deque(receives))
+        for worker in sorted(self.state.live - self._landing.keys()):
+            if self._lands_in_place and not self._is_neighbour(worker):
+                self._expect(transport, worker, torch.empty_like(self.values))
 
-    def receive_part(self, transport: Transport, worker: int) -> Tensor:
-        """Return the next part of a worker's push, of which there has been a request."""
-        if worker in self._landing:
-            return self._landing[worker].receives.popleft().wait()
-        return transport.receive(worker, Tag.GRADIENT).wait()
+    def _expect(self, transport: Transport, worker: int, gradient: Tensor) -> None:
+        receives = [
+            transport.receive(worker, Tag.GRADIENT, gradient[first:end])
+            for first, end, _ in self._spans or [self._whole]
+        ]
+        self._landing[worker] = Landing(gradient, receives)
+
+    def receive(self, transport: Transport, worker: int) -> Tensor | None:
+        """Return the gradient of a worker's push, which was sent before the request.
+
+        Return None if the worker is lost.
+        """
+        if not self._lands_in_place:
+            return transport.receive(worker, Tag.GRADIENT).wait()
+        landing = self._landing.pop(worker, None)
+        if landing is None:
+            return None
+        for receive in landing.receives:
+            receive.wait()
+        # The next push lands in the same memory: it comes after the answer to this one.
+        is_kept = self._needs_given or self.state.when.answers_on_arrival
+        gradient = landing.gradient
+        self._expect(transport, worker, torch.empty_like(gradient) if is_kept else gradient)
+        return gradient
 
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
         """Take the next part of a worker's push."""
-        if self._lands_in_place:
-            return  # until the push is there
         assert request.push is not None
         worker, push, number = request.worker, request.push, request.step
         span = self._spans[number]
@@ -210,9 +215,9 @@ class HeldSlice:
         self.charge("update", size, apply)
 
     def reply(self, transport: Transport, decision: Decision) -> None:
-        """Send what workers are told: answers with the values, work, and the quiet point.
+        """Send the workers their messages: answers with the values, work, and the quiet point.
 
-        Work and the quiet point come last to this rank's own worker: so all that was sent is
+        This rank's own worker gets its work and the quiet point last: so all that was sent is
         counted when that worker goes on.
         """
         for answer in decision.answers:
@@ -286,7 +291,7 @@ class HeldSlice:
         """Return what a worker is answered with, and a buffer for it if it may change meanwhile."""
         if self.application.answers_with_gradient or self._needs_given:
             return self.copy_answer(worker), None
-        # `send` copies into the buffer: a slow worker holds up nobody.
+        # `send` copies into the buffer what has not left: a slow worker holds up nobody.
         self.charge("encode", self.values.numel(), lambda: None)
         return self.application.answer, self._spare(worker)
 

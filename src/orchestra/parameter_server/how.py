@@ -218,7 +218,7 @@ class Application(ABC):
         return []
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state for a checkpoint, beside the values."""
+        """Return the state for a checkpoint, without the values."""
         return {"optimizers": [part.optimizer for part in self.optimizer_parts()]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -251,6 +251,8 @@ class OptimizerStep(Application):
         ]
         self._options = spec.get_options(optimizer)
         self._changed = ""  # of these options, by the last push that was applied
+        # By worker and first element: where the last gradient lay, and a view for each tensor
+        self._views: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def apply(
         self, gradient: Tensor, span: SliceRange, push: Push, used: Sequence[bool], divisor: float
@@ -260,14 +262,30 @@ class OptimizerStep(Application):
             spec.apply_changed_options(self.optimizer, self._options, push.options)
             self._changed = push.options
         spec.set_rates(self.optimizer, [rate / divisor for rate in push.rates])
-        tensors = self._tensors[span.pieces]
-        base = int(gradient.storage_offset()) - span.first
-        for (tensor, shape, stride, start), is_used in zip(tensors, used, strict=True):
+        tensors, views = self._tensors[span.pieces], self._views_of(gradient, span, push.worker)
+        for (tensor, *_), view, is_used in zip(tensors, views, used, strict=True):
             # None: the optimizer passes over a tensor that no worker has used.
-            tensor.grad = gradient.as_strided(shape, stride, base + start) if is_used else None
+            tensor.grad = view if is_used else None
         spec.plain_step(self.optimizer)
         for tensor, *_ in tensors:
             tensor.grad = None
+
+    def _views_of(self, gradient: Tensor, span: SliceRange, worker: int) -> list[Tensor]:
+        """Return a view of `gradient` for each tensor of `span`.
+
+        Most pushes of a worker lie where its last one lay, and views take longer to make than a
+        small update.
+        """
+        key, address = (worker, span.first), gradient.data_ptr()
+        known, views = self._views.get(key, (-1, []))
+        if known != address:
+            base = int(gradient.storage_offset()) - span.first
+            views = [
+                gradient.as_strided(shape, stride, base + start)
+                for _, shape, stride, start in self._tensors[span.pieces]
+            ]
+            self._views[key] = address, views
+        return views
 
     def optimizer_parts(self) -> list[spec.OptimizerPart]:
         """Return the optimizer."""

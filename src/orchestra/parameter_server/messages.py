@@ -20,7 +20,7 @@ PUSH_HEAD, ANSWER_HEAD = 9, 11
 """Numbers before the rates of a push, and before the flags of an answer."""
 
 NOTHING = (-1, 0, 0, 0)
-"""Stands in an answer for an instruction if there is none."""
+"""The place of the instruction in an answer that has no instruction."""
 
 
 # Tuples: a message makes several of them, and a frozen dataclass takes five times as long to make.
@@ -52,7 +52,7 @@ class Push(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The reply to a push, beside the values.
+    """The reply to a push, without the values, which follow it.
 
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.

@@ -168,9 +168,9 @@ def _next_cut(edges: Sequence[int], wanted: int) -> int:
 
 
 def _cuts_between_tensors(edges: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
-    """Find where each server's run of whole tensors begins, the largest run being minimal.
+    """Find where each server's run of whole tensors begins, so that the largest run is minimal.
 
-    A run counts over its server's weight, of which the largest is 1.
+    The size of a run is divided by its server's weight; the largest weight is 1.
     """
     size = edges[-1]
 

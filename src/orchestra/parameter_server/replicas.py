@@ -36,7 +36,7 @@ from orchestra.transports.tags import Tag
 
 
 class ReplicaNotice(enum.IntEnum):
-    """What servers are told beside requests; in messages it stands for the kind of a request."""
+    """A notice to a server, which is no request; it takes the place of a request's kind."""
 
     CONFIRMED = -1  # by the other replica: it has taken the next request
     DONE = -2  # the worker has all that it wanted of this server
@@ -304,6 +304,9 @@ class ReplicatedServer(Server):
     def expected(self) -> Set[int]:
         """The workers that may still want something, values included."""
         return self._expected
+
+    def _expect_pushes(self, transport: Transport) -> None:
+        """Expect none: which of the two slices a gradient is for, only its request tells."""
 
     def _finish_sending(self) -> None:
         for replica in self.replicas:

@@ -27,7 +27,7 @@ class Server:
         return self.own.state.live
 
     def open(self, transport: Transport) -> Task[None]:
-        """Begin to serve in the background, beside the worker on this rank."""
+        """Begin to serve in the background, while the worker on this rank trains."""
         return transport.spawn(self.serve_to_the_end)
 
     def serve_to_the_end(self, transport: Transport) -> None:
@@ -43,7 +43,7 @@ class Server:
         `observe` is called after each request.
         """
         quiet = None
-        self.own.expect_parts(transport)
+        self._expect_pushes(transport)
         while self.expected and quiet is None:
             try:
                 # From any rank: a suspended worker must not hold up the others.
@@ -57,6 +57,9 @@ class Server:
         self._finish_sending()
         return quiet
 
+    def _expect_pushes(self, transport: Transport) -> None:
+        self.own.expect_pushes(transport)
+
     def _finish_sending(self) -> None:
         self.own.finish_sending()
 
@@ -64,11 +67,11 @@ class Server:
         """Carry out a request; return the quiet point that it leads to, if any."""
         own, request = self.own, decode_request(message, source)
         if request.kind is Kind.PART:
-            self._take_part(transport, request, own.receive_part(transport, source))
+            self._take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
             return None
         gradient = None
-        if request.kind is Kind.PUSH and not own.parts:  # its gradient came before it
-            gradient = transport.receive(source, Tag.GRADIENT).wait()
+        if request.kind is Kind.PUSH and not own.apply_per_part:
+            gradient = own.receive(transport, source)
         if source not in own.state.live:
             return None  # it is lost, and its loss came first
         return self._take(transport, request, gradient)
@@ -86,7 +89,6 @@ class Server:
         self, transport: Transport, request: Request, gradient: Tensor | None
     ) -> QuietPoint | None:
         decision = self.own.take(transport, request, gradient)
-        self.own.expect_parts(transport)  # before a worker is answered, and pushes again
         self.own.reply(transport, decision)
         return decision.quiet if self.own.state.live else None
 

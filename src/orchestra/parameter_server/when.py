@@ -176,7 +176,7 @@ class Bounded(Asynchronous):
 
 @dataclass(frozen=True, repr=False)
 class Buffered(When):
-    """Apply the average of every `size` pushes, whoever sent them; nobody waits for it.
+    """Apply the average of every `size` pushes, from any workers; no worker waits for others.
 
     FedBuff (Nguyen et al., AISTATS 2022), where K is `size`. The server answers a push at once,
     with the values as they are. Before a checkpoint, a change of phase and the end, it applies

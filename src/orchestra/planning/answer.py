@@ -10,7 +10,15 @@ from pathlib import Path
 from statistics import fmean
 
 from orchestra.planning.search import Search
-from orchestra.planning.standing import NO_TIME, Entry, Standing, best_value, bottleneck, chosen
+from orchestra.planning.standing import (
+    NO_TIME,
+    Contender,
+    Standing,
+    best_value,
+    bottleneck,
+    chosen,
+    pessimistic,
+)
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings import write
@@ -35,7 +43,7 @@ others use is not as fast as when it was calibrated."""
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """A candidate in the answer.
 
     Attributes:
@@ -47,7 +55,7 @@ class Row:
         speed: samples/s.
         seconds: to the target, the mean over the seeds; None where that is not known.
         uncertainty: of the seconds.
-        seeds: how many runs reached the target, of which the seconds are the mean.
+        seeds: how many runs reached the target; the seconds are their mean.
         after: seconds up to which it was simulated without reaching the target.
         best: the best value of the target's metric that was seen.
         cost: to the target, in `currency`; None without prices.
@@ -108,7 +116,7 @@ class Verified:
 
     @property
     def outcome(self) -> str:
-        """The text that stands beside the prediction."""
+        """The text that stands next to the prediction."""
         if self.failure is not None:
             return f"not measured: {self.failure}"
         if self.mean_measured is not None:
@@ -122,7 +130,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanAnswer:
     """The result of a plan.
 
     Attributes:
@@ -148,8 +156,8 @@ class Plan:
     """
 
     target: Target | None
-    rows: Sequence[Row]
-    recommended: Row | None
+    rows: Sequence[CandidateRow]
+    recommended: CandidateRow | None
     headline: str
     command: str | None
     scaled: str | None
@@ -170,12 +178,12 @@ class Plan:
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
 
 
-def answered(search: Search, costs: str, folder: Path) -> Plan:
+def answered(search: Search, costs: str, folder: Path) -> PlanAnswer:
     """Return the answer with what was found so far."""
     rows = rows_of(search)
     best, scaled = recommended(rows), to_scale(rows)
     scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
-    return Plan(
+    return PlanAnswer(
         target=search.target,
         rows=rows,
         recommended=best,
@@ -194,7 +202,7 @@ def answered(search: Search, costs: str, folder: Path) -> Plan:
 
 
 def doubts_about(
-    best: Row | None, rows: Sequence[Row], entries: Mapping[str, Entry]
+    best: CandidateRow | None, rows: Sequence[CandidateRow], entries: Mapping[str, Contender]
 ) -> Sequence[str]:
     """Return a note where the lead of the recommended row may be an error of the prediction.
 
@@ -214,16 +222,16 @@ def doubts_about(
     return (
         f"{best.name}: its workers answer others on the core that computes their gradients, and "
         f"steps of a few milliseconds took up to {TOO_WELL:g} times as long as predicted on real "
-        f"processes (docs/fidelity.md); {first.name} is the first that does not",
+        f"processes (docs/results/fidelity.md); {first.name} is the first that does not",
     )
 
 
-def rows_of(search: Standing) -> list[Row]:
+def rows_of(search: Standing) -> list[CandidateRow]:
     """Return the rows of all candidates: those with a time first, by time; then by how close they
-    came to the target; last those of which nothing is known.
+    came to the target; last those without any measurement.
     """
 
-    def key(row: Row) -> tuple[int, float]:
+    def key(row: CandidateRow) -> tuple[int, float]:
         if row.seconds is not None:
             return 0, row.seconds
         if row.best is not None and search.target is not None:
@@ -234,14 +242,14 @@ def rows_of(search: Standing) -> list[Row]:
     return sorted((row_of(search, entry) for entry in search.entries.values()), key=key)
 
 
-def row_of(search: Standing, entry: Entry) -> Row:
+def row_of(search: Standing, entry: Contender) -> CandidateRow:
     """Return the row of a candidate in the answer."""
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
     rate = training.optimizer.arguments.get("lr")
     missed = search.missed(entry) if search.times(entry) else []
     reason = f"seed {missed[0]} did not reach the target" if missed else None
-    return Row(
+    return CandidateRow(
         name=entry.name,
         strategy=repr(candidate.run.strategy),
         nodes=candidate.nodes,
@@ -256,21 +264,22 @@ def row_of(search: Standing, entry: Entry) -> Row:
         after=search.elapsed(entry) or None if time is None else None,
         best=best_value(search.curve(entry), target) if target and entry.speed else None,
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
-        currency=None if entry.record is None else entry.record.currency,
-        bottleneck=bottleneck({} if entry.record is None else entry.record.seconds),
+        currency=None if entry.record is None else entry.record.spending.currency,
+        bottleneck=bottleneck({} if entry.record is None else entry.record.time.worker),
         dropped=entry.dropped or reason,
         rungs=list(entry.rungs),
     )
 
 
-def recommended(rows: Sequence[Row]) -> Row | None:
+def recommended(rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """Return the row to train; None where none reaches the target."""
     times = {row.name: row.seconds for row in rows if row.seconds is not None}
+    times = pessimistic(times, {row.name: row.seeds for row in rows})
     name = chosen(times, {row.name: len(row.nodes) for row in rows}) if times else None
     return next((row for row in rows if row.name == name), None)
 
 
-def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
+def headline(rows: Sequence[CandidateRow], best: CandidateRow | None, target: Target | None) -> str:
     """Return the answer in one sentence."""
     if not any(row.speed for row in rows):
         # Of many refusals the first one; mostly it is the same for all
@@ -307,7 +316,7 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
     return f"Train under {best.name}: it {reaches}{gain}."
 
 
-def time_text(row: Row) -> str:
+def time_text(row: CandidateRow) -> str:
     """Return the seconds to the target with what they are known to, or how far it was simulated."""
     if row.seconds is not None:
         known = row.uncertainty
@@ -322,7 +331,7 @@ def target_text(target: Target) -> str:
     return f"{target.metric} {'>=' if target.rising else '<='} {target.bound:g}"
 
 
-def command(row: Row, path: Path) -> str:
+def command(row: CandidateRow, path: Path) -> str:
     """Return the command that trains the experiment in the file `path`, whose row is `row`.
 
     On several nodes it is given on each of them, with the folder shared by all.
@@ -337,7 +346,7 @@ def command(row: Row, path: Path) -> str:
     ])  # fmt: skip
 
 
-def to_scale(rows: Sequence[Row]) -> Row | None:
+def to_scale(rows: Sequence[CandidateRow]) -> CandidateRow | None:
     """Return the row whose scaling curve is shown."""
     best = recommended(rows)
     if best is None or best.strategy != "Single()":
@@ -346,7 +355,7 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
     return min(several, key=lambda row: row.seconds or math.inf, default=None)
 
 
-def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
+def scaling_of(search: Standing, entry: Contender) -> dict[int, float]:
     """Return the strategy's samples/s by number of nodes, or of ranks on one; one process for 1."""
     own, found = entry.candidate, dict[int, float]()
     for other in search.entries.values():
@@ -362,7 +371,9 @@ def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+def curves_of(
+    search: Standing, rows: Sequence[CandidateRow]
+) -> dict[str, list[tuple[float, float]]]:
     """Return the curves of the first of `rows`, one for those that learn alike."""
     found: dict[str, list[tuple[float, float]]] = {}
     if search.target is None:
@@ -385,14 +396,14 @@ def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[flo
     return found
 
 
-def adaptive(search: Standing, best: Entry | None) -> str | None:
+def adaptive(search: Standing, best: Contender | None) -> str | None:
     """Return the notation of an `Auto` that begins with `best` and knows the samples of the others.
 
     They have the nodes, batch and learning rate of `best`. None where there are no such others.
     """
     if best is None:
         return None
-    found: list[Entry] = []
+    found: list[Contender] = []
     for entry in (best, *search.ranking()):
         alike = [each for each in found if each.candidate.learns_as == entry.candidate.learns_as]
         if entry in found or len(alike) == ALIKE or not _suits(entry, best):
@@ -408,7 +419,7 @@ def adaptive(search: Standing, best: Entry | None) -> str | None:
     return write(Auto(strategies, samples=tuple(float(round(mean)) for mean in means)), STRATEGIES)
 
 
-def _suits(entry: Entry, best: Entry) -> bool:
+def _suits(entry: Contender, best: Contender) -> bool:
     """Return whether it can be a candidate beside `best`: it differs in the strategy alone."""
     own, other = entry.candidate, best.candidate
     alike = (own.nodes, own.batch, own.rate) == (other.nodes, other.batch, other.rate)

@@ -20,15 +20,17 @@ from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import folder_for
-from orchestra.planning.answer import RECOMMENDED, Plan, Verified, answered, rows_of, to_scale
+from orchestra.planning.answer import RECOMMENDED, PlanAnswer, Verified, answered, rows_of, to_scale
 from orchestra.planning.candidates import BATCHES, Space
-from orchestra.planning.search import Budget, Search, Tell
+from orchestra.planning.race import SearchBudget
+from orchestra.planning.search import Search, Tell
 from orchestra.planning.standing import Length, reached
-from orchestra.records.record import RunRecord, write_atomically
-from orchestra.report.rows import RunData
+from orchestra.records.files import write_atomically
+from orchestra.records.record import RunRecord
+from orchestra.records.store import RunFolder
 from orchestra.settings import Settings
 from orchestra.settings.base import to_plain
-from orchestra.settings.reading import Entry, read_document
+from orchestra.settings.reading import Entry
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import AUTO, Engine, Run, Target
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 RECORD = "plan.json"
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
-"""The part of the budget for a calibration, if there is none, and the least seconds for one."""
+"""The part of the budget for a missing calibration, and the least seconds of a calibration."""
 ASSUMED = "durations are assumed: seconds can be off by several times, so compare candidates only"
 LAST_PART, LAST_SECONDS = 0.15, 40.0
 """The part of the budget kept for what follows the search (judging runs that were cut off, the
@@ -58,7 +60,7 @@ def plan(
     verify: bool = False,
     quiet: bool = False,
     **settings: Any,
-) -> Plan:
+) -> PlanAnswer:
     """Find the strategy, and its settings, that trains `task` soonest on `cluster`.
 
         answer = orchestra.plan("own:spam", "four.yaml", minutes=3,
@@ -66,8 +68,8 @@ def plan(
         print(answer.headline)
         print(answer.command)
 
-    Candidates are simulated, first without values, for their speed, then with real gradients, in
-    rungs after which the worse half is dropped. docs/planning.md says how.
+    Candidates are simulated without values, for their speed, and with real gradients: always the
+    one next whose simulation is worth most for its time. docs/how-to/plan.md says how.
 
     Args:
         task: a task as for `train`, or the path of an experiment file.
@@ -99,17 +101,14 @@ def plan(
 
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
     """Return the experiment to plan for, in which strategies may be left out."""
-    document: Mapping[str, Entry] = {}
     defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
-    if path is not None:
-        document = read_document(path, needs="task", example="task: digits")
-    elif "task" in given:
+    if path is None and "task" in given:
         defaults["ranks"] = 1  # batch_size then is that of a step of all workers
-    else:
+    elif path is None:
         raise InputError("give an experiment file or --task; see orchestra plan --help")
-    own = {key: Entry(value, "plan") for key, value in defaults.items() if key not in document}
+    own = {key: Entry(value, "plan") for key, value in defaults.items()}
     # No tuning: a plan chooses settings itself
-    return load(path, overrides, {**own, **given, "tune": Entry(None, "plan")})
+    return load(path, overrides, {**given, "tune": Entry(None, "plan")}, defaults=own)
 
 
 def carry_out(
@@ -121,7 +120,7 @@ def carry_out(
     *,
     report: bool = True,
     verified: bool = False,
-) -> Plan:
+) -> PlanAnswer:
     """Search within `minutes`, write the answer into the folder `out`, and return it.
 
     With `verified` the first candidates are trained for real afterwards, however long that takes.
@@ -138,7 +137,7 @@ def carry_out(
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
     # The page, and judging runs that were cut off, take a time that does not grow with the budget.
     kept = min(60 * minutes * LAST_PART, LAST_SECONDS)
-    budget = Budget(began, began + 60 * minutes - kept)
+    budget = SearchBudget(began, began + 60 * minutes - kept)
     on = emulated_nodes(cluster) if verified else None
     experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
     space = Space(experiment, cluster, folder / "clusters")
@@ -208,15 +207,15 @@ def emulated_nodes(cluster: Cluster) -> Cluster | None:
 def calibrated(
     experiment: Experiment,
     folder: Path,
-    budget: Budget,
+    budget: SearchBudget,
     tell: Tell,
     emulated: Cluster | None = None,
 ) -> tuple[Experiment, str, list[str]]:
     """Return `experiment` with the figures of this machine for its task, where it asks for them.
 
-    They are measured if there are none, in a part of the budget; a budget too short for that leaves
-    assumed figures, as the notes say. For runs on the nodes of an `emulated` cluster they are
-    measured in any case, on one of them.
+    Missing figures are measured, in a part of the budget. If the budget is too short for that,
+    figures are assumed, and the notes say so. For runs on the nodes of an `emulated` cluster
+    figures are always measured, on one of its nodes.
 
     Returns:
         The experiment; where the durations come from; notes.
@@ -231,7 +230,7 @@ def calibrated(
     if seconds < LEAST_CALIBRATION:
         short = "no calibration: the time is too short for one"
         return experiment, source.text, [] if known else [short, ASSUMED]
-    from orchestra.bench.calibrate import Workload, calibrate
+    from orchestra.calibration import Workload, calibrate
 
     whole = training.ranks * training.batch_size
     # Those of one process and of a worker among eight; others are interpolated
@@ -282,7 +281,7 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
     return alone(experiment, replace(run, training=training))
 
 
-def write_plan(plan: Plan, experiment: Experiment, best: Run | None) -> None:
+def write_plan(plan: PlanAnswer, experiment: Experiment, best: Run | None) -> None:
     """Write the record, and the file of the recommended run, into the plan's folder."""
     if best is not None:
         write_atomically(plan.folder / RECOMMENDED, to_yaml(real_run(experiment, best)))
@@ -291,7 +290,7 @@ def write_plan(plan: Plan, experiment: Experiment, best: Run | None) -> None:
 
 
 def verify(
-    plan: Plan, search: Search, cluster: Cluster, tell: Tell
+    plan: PlanAnswer, search: Search, cluster: Cluster, tell: Tell
 ) -> tuple[Sequence[Verified], bool]:
     """Train the first candidates of `plan` for real; return also whether the user stopped.
 
@@ -302,7 +301,8 @@ def verify(
     # Several nodes of a described cluster cannot be had on one machine otherwise.
     engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
     names = [row.name for row in plan.rows if row.seconds is not None][:VERIFIED]
-    # The same seeds: a mean over three simulated ones says nothing of one real run (decision 117).
+    # Verification uses the seeds of the prediction: a mean over three simulated seeds says nothing
+    # about one real run.
     seeds = {name: sorted(search.times(search.entries[name]))[:SEEDS] for name in names}
     found: dict[str, dict[int, Measured]] = {name: {} for name in names}
     failures: dict[str, str] = {}
@@ -340,8 +340,8 @@ def _verified(
 ) -> Verified:
     """Return the times of those of the `seeds` with which the candidate was carried out."""
     entry = search.entries[name]
-    assert entry.record is not None
-    times, expected = search.times(entry), computing(entry.record)
+    times = search.times(entry)
+    expected = None if entry.record is None else computing(entry.record)
     slower = [each.computing / expected for each in measured.values()] if expected else []
     return Verified(
         name,
@@ -362,7 +362,7 @@ class Measured(NamedTuple):
 
 def computing(record: RunRecord) -> float:
     """Return the seconds that a worker computed, in the mean, for each sample of all workers."""
-    return record.seconds.get("compute", 0.0) / max(record.samples, 1)
+    return record.time.worker.get("compute", 0.0) / max(record.learned.samples, 1)
 
 
 def carried_out_for_real(
@@ -379,7 +379,7 @@ def carried_out_for_real(
         training = replace(training, cluster="one_host", calibration="auto")
     record = train_run(replace(run, training=training), folder, quiet=True)
     # Ctrl-C ends all verification, and not one run.
-    if record.status == "stopped":
+    if record.ending.status == "stopped":
         raise KeyboardInterrupt
-    at = reached(RunData(record).curve, target)
+    at = reached(RunFolder(record.folder).curve, target)
     return Measured(None if at is None else at.seconds, computing(record))

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from orchestra.engines.simulation.costs import FLOPS
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import write_atomically
+from orchestra.records.files import write_atomically
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy, refusal_of
 from orchestra.strategies.local_sgd import LocalSGD
@@ -90,7 +91,7 @@ class Candidate:
         """True if its strategy is one of the experiment's, and none of `EVERYWHERE`."""
         return self.label not in (*EVERYWHERE, ONE_PROCESS)
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """True if it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
@@ -100,14 +101,14 @@ class Candidate:
             return together and strategy.compression is None and not strategy.backup
         return isinstance(strategy, Single)
 
-    @property
+    @cached_property
     def learns_as(self) -> str:
         """Candidates with the same one learn the same from as many samples."""
         if self.exact:
             return f"one process, batch x {self.batch:g}, rate x {self.rate:g}"
         return self.name
 
-    @property
+    @cached_property
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
         workers = self.run.strategy.roles(self.run.training.ranks).workers
@@ -115,7 +116,7 @@ class Candidate:
         one = self.exact or isinstance(self.run.strategy, AllReduce)
         return self.samples / (1 if one else max(1, len(workers)))
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """The samples of one step of all of its workers."""
         training = self.run.training
@@ -124,7 +125,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates for an experiment on a cluster, whose fastest nodes come first."""
+    """The candidates for an experiment on a cluster. They use its fastest nodes first."""
 
     experiment: Experiment
     cluster: Cluster  # the whole one
@@ -162,7 +163,8 @@ class Space:
         A strategy that cannot run on so many ranks is left out; one without room in memory is found
         in the simulation.
         """
-        # One process first: it is the reference for all that learn as it does (decision 98)
+        # One process comes first: its learning curve stands for all candidates that learn as it
+        # does.
         found = [self._alone(batch) for batch in BATCHES]
         found += [self._alone(batch, kept=True) for batch in KEPT]
         if not (counts := self.counts):
@@ -273,7 +275,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
     """
     seen: Counter[str] = Counter()
     places = {}
-    # Time may end before all speeds are known, and in list order only rings had one (decision 98).
+    # Each strategy has one candidate early, because the time may end before all speeds are known.
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] += 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])

@@ -8,23 +8,21 @@ from __future__ import annotations
 import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import dist, inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.file import cluster_text, is_file, read_cluster
+from orchestra.cluster.file import cluster_document, cluster_in, cluster_text, is_file
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, Unit
 from orchestra.engines.simulation.costs import FLOPS as ASSUMED_FLOPS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import ONE_PROCESS
 from orchestra.planning.standing import chosen
-from orchestra.settings.reading import read_yaml, yaml_text, yaml_value
+from orchestra.settings.tree import SettingChange, changed_entry
 from orchestra.trainer.settings import Target
 
 UNITS = {"bandwidth": BANDWIDTH, "latency": SECONDS, "memory": BYTES, "flops": FLOPS}
@@ -128,7 +126,7 @@ class Plane:
     x: Axis
     y: Axis
 
-    def place(self, point: Point) -> Place:
+    def place(self, point: MapPoint) -> Place:
         """Return a point's place on a plane with sides of 1 and equal steps between values."""
         xs, ys = self.x.values, self.y.values
         return xs.index(point.x) / (len(xs) - 1), ys.index(point.y) / (len(ys) - 1)
@@ -152,7 +150,7 @@ def loaded(text: str) -> Cluster:
     """Return the cluster that `text` names.
 
     Raises:
-        InputError: there is none, or its nodes have no links.
+        InputError: no cluster has this name, or its nodes have no links.
     """
     cluster = load_cluster(text, where="cluster", folder=Path())
     if not cluster.links:
@@ -164,30 +162,20 @@ def loaded(text: str) -> Cluster:
 
 
 def _with_keys(text: str, values: Mapping[str, str]) -> Cluster:
-    """Change `values` of the cluster's file, by their place ("nodes.old.speed")."""
-    # Plain values, without lines for messages: these would be of no file of the user's
-    document = read_yaml(Path(text)) if is_file(text) else yaml_value(cluster_text(loaded(text)))
+    """SettingChange `values` of the cluster's file, by their place ("nodes.old.speed")."""
+    path = Path(text)
+    # A preset is changed in the file that says the same.
+    own = None if is_file(text) else cluster_text(loaded(text))
+    document = cluster_document(path, own)
     for key, value in values.items():
-        *above, last = key.split(".")
-        inside: Any = document
-        for word in above:
-            known = inside if isinstance(inside, dict) else {}
-            if word not in known:
-                hint = nearest(word, known)
-                raise InputError(f"{key}: the cluster has no {word!r} there; {hint}")
-            inside = known[word]
-        if not isinstance(inside, dict):
-            raise InputError(f"{key}: {'.'.join(above)} has no keys; give the place of a number")
-        # Through the file's own reader, so that any key of it can be a side (decision 104).
-        inside[last] = _plain(value)
-    with tempfile.TemporaryDirectory(prefix="orchestra-map-") as folder:
-        path = Path(folder) / "cluster.yaml"
-        path.write_text(yaml_text(document))
-        try:
-            return read_cluster(path)
-        except InputError as error:
-            reason = str(error).replace(f"{path}, ", "").replace(f"{path}: ", "")
-            raise InputError(f"{', '.join(values)}: {reason}") from None
+        head, *inside = key.split(".")
+        where = f"--cluster {key}"
+        if head not in document:
+            raise InputError(f"{where}: the cluster has no {head!r}; {nearest(head, document)}")
+        change = SettingChange(tuple(inside), _plain(value), where)
+        # Any key of the cluster's file can be a side of the map.
+        document[head] = changed_entry(document[head], change, head, None)
+    return cluster_in(document, path)
 
 
 def _plain(value: str) -> int | float | str:
@@ -267,7 +255,7 @@ def _number(text: str, unit: Unit | None, where: str) -> float:
 
 
 @dataclass(frozen=True)
-class Point:
+class MapPoint:
     """A cluster of the plane: by strategy, the predicted seconds to the target, and its samples."""
 
     x: float
@@ -280,15 +268,15 @@ class Point:
         """The fastest strategy; among those within 2 %, one process is preferred."""
         return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
 
-    def relearned(self, name: str, samples: float | None) -> Point:
+    def relearned(self, name: str, samples: float | None) -> MapPoint:
         """Return the same with other `samples` of a strategy, or without it, if it is not alone."""
         left = {key: value for key, value in self.seconds.items() if key != name}
         if samples is None:
             # A point has to have a first one, even if that missed the target with a seed
-            return Point(self.x, self.y, left or self.seconds, self.samples)
+            return MapPoint(self.x, self.y, left or self.seconds, self.samples)
         # The speed stays, so the time goes with the samples
         left[name] = self.seconds[name] * samples / self.samples[name]
-        return Point(self.x, self.y, left, {**self.samples, name: samples})
+        return MapPoint(self.x, self.y, left, {**self.samples, name: samples})
 
 
 @dataclass(frozen=True)
@@ -331,7 +319,7 @@ class Map:
     target: Target | None
     samples: Mapping[str, float]
     strategies: Mapping[str, str]
-    points: Sequence[Point]
+    points: Sequence[MapPoint]
     left_out: Sequence[str]
     costs: str
     folder: Path
@@ -350,8 +338,8 @@ def gap(place: Place, others: Sequence[Place] | Mapping[Place, object]) -> float
     return min((dist(place, other) for other in others), default=inf)
 
 
-def spread(drawn: Map, number: int) -> list[Point]:
-    """Return `number` points far from one another, each beside the others' regions as they are."""
+def spread(drawn: Map, number: int) -> list[MapPoint]:
+    """Return `number` points of the map that are far from one another."""
     place_of = drawn.plane.place
     # The first is in the middle of the plane; each further one is as far as can be from all before.
     left = sorted(drawn.points, key=lambda point: dist(place_of(point), (0.5, 0.5)))

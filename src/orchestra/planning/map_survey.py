@@ -1,9 +1,9 @@
 """Finding a map: the samples that strategies take to the target, and their samples/s.
 
 The samples come from simulations with real gradients on the cluster as described. Where they depend
-on who is faster, they have to be simulated on the clusters of the map: an asynchronous server
-applies whatever push comes first, so on other links, or beside a slower node, it needs other
-numbers of samples to the target. Such a strategy is trained wherever it is first.
+on the workers' speeds, they have to be simulated on the clusters of the map: an asynchronous server
+applies pushes in the order of their arrival. So on other links, or together with a slower node, it
+needs other numbers of samples to the target. Such a strategy is trained wherever it is first.
 
 The samples/s come from simulations of shapes at every point of the plane. The time to the target
 there is the samples divided by the samples/s.
@@ -20,6 +20,7 @@ from statistics import fmean
 
 from orchestra.cluster import Cluster
 from orchestra.engines.processes.system import now
+from orchestra.engines.simulation.trials import Tried
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
@@ -29,18 +30,19 @@ from orchestra.planning.map import (
     NAMED,
     Check,
     Map,
+    MapPoint,
     Place,
     Plane,
-    Point,
     gap,
     loaded,
     spread,
     to_json,
 )
-from orchestra.planning.search import PARTS, Budget, Search, Tell, processes
-from orchestra.planning.standing import NO_TIME, Entry, Length, Reached, reached
-from orchestra.records.record import write_atomically
-from orchestra.records.report import Point as Snapshot
+from orchestra.planning.race import PARTS, SearchBudget, TrialRequest
+from orchestra.planning.search import Search, Tell, processes
+from orchestra.planning.standing import NO_TIME, Contender, Length, Reached, reached
+from orchestra.records.files import write_atomically
+from orchestra.records.report import Point
 from orchestra.report.numbers import count, some
 from orchestra.trainer.settings import MEASURED
 
@@ -51,15 +53,13 @@ LAST_PART = 0.03
 """The part of the budget kept for the figure."""
 WHOLE = 0.95
 """A run is over if its last snapshot is at this part of its samples or later."""
-CHUNK = 96
-"""The simulations between two looks at the clock."""
 NEAR = 0.25
 """The distance, in parts of a side, within which what was learned at a point is taken to hold."""
 
 Samples = dict[str, dict[Place, float | None]]
 """Samples to the target, by strategy and place; None if a seed missed it or the run failed."""
 Mapped = Callable[[Place, Path], list[Candidate]]
-"""Returns the candidates on the cluster of a place, of which files go into a folder."""
+"""Returns the candidates on the cluster of a place, and writes their files into a folder."""
 
 
 def name_of(candidate: Candidate) -> str:
@@ -102,14 +102,14 @@ def draw_map(
     tell("loading the task", 0.0)
     length = length_of(experiment)
     folder = folder_for(out, f"map-{experiment.name}", empty=True)
-    budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
+    budget = SearchBudget(began, began + 60 * minutes * (1 - LAST_PART))
     on = emulated_nodes(next(iter(clusters.values()))) if checks else None
     experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
 
     def there(place: Place, own: Path) -> list[Candidate]:
         return mapped(experiment, clusters[place], own)
 
-    def candidate(point: Point, name: str) -> Candidate:
+    def candidate(point: MapPoint, name: str) -> Candidate:
         x, y = point.x, point.y
         every = there((x, y), folder / f"clusters/{x:g}-{y:g}")
         found = next(each for each in every if name_of(each) == name)
@@ -157,7 +157,7 @@ def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candid
 
 def _points(
     survey: Survey, places: Sequence[Place], there: Mapped, folder: Path, until: float
-) -> Iterable[Point]:
+) -> Iterable[MapPoint]:
     """Yield all points for which there is time, those first that are furthest from one another."""
     if survey.target is None:
         return
@@ -173,7 +173,6 @@ def _points(
             if samples is not None:
                 jobs.append(replace(each, name=f"{each.name} at {number}"))
                 wanted[jobs[-1].name] = (place, name_of(each), samples)
-    survey._what = f"speeds at {count('point', len(order))}"
     speeds = survey.survey(jobs, until)
     unknown = {place for name, (place, *_) in wanted.items() if name not in speeds}
     taken: dict[Place, dict[str, float]] = {place: {} for place in order}
@@ -185,7 +184,7 @@ def _points(
     for place, times in seconds.items():
         # A point with a strategy still to be simulated could name the wrong one as the first.
         if times and place not in unknown:
-            yield Point(*place, times, taken[place])
+            yield MapPoint(*place, times, taken[place])
 
 
 def _coarse_first(places: Sequence[Place]) -> list[Place]:
@@ -201,7 +200,7 @@ def _coarse_first(places: Sequence[Place]) -> list[Place]:
 
 
 def _map_of(
-    survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[Point], folder: Path
+    survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[MapPoint], folder: Path
 ) -> Map:
     samples: dict[str, float] = {}
     missed, untold = set[str](), set[str]()
@@ -257,19 +256,37 @@ def _checked(drawn: Map, there: Mapped, length: Length, number: int, tell: Tell)
 class Survey(Search):
     """Finds the samples to the target, and the samples/s, of all candidates of a map."""
 
-    def learn(self, until: float, entries: Sequence[Entry] | None = None) -> None:
+    def learn(self, until: float, entries: Sequence[Contender] | None = None) -> None:
         """Train each of `entries` (all candidates by default), or the entry that learns the same,
         until it reaches the target: with the first seed, and where it did, with the others.
         """
-        if entries is None:
-            self._reference()
-        for seed, part in product(self.seeds if self.target is not None else (), PARTS):
-            wanted = self._unlearned(seed, self.alive if entries is None else entries)
-            self._what = f"{count('run', len(wanted))}, {part:.0%} of the samples, seed {seed}"
-            if wanted and not self.stopped and now() < until:
-                self._learn([(source, seed, part) for source in wanted.values()], until)
 
-    def _unlearned(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
+        def ask() -> TrialRequest | None:
+            return self._next_run(entries) if now() < until else None
+
+        def told(request: TrialRequest, tried: Tried) -> None:
+            self.under_way.remove(request)
+            self.take_curve(request, tried)
+
+        self.carry_out(ask, told, until)
+        if self.target is None:
+            self.notes.append("no time to train one process to the target")
+
+    def _next_run(self, entries: Sequence[Contender] | None) -> TrialRequest | None:
+        """Return the next run of `entries`; where no target was given, first of one process, whose
+        loss will be the target."""
+        busy = {request.entry.name for request in self.under_way}
+        if self.target is None and not self.reference_is_over():
+            reference = self.entries[ONE_PROCESS]
+            return None if reference.name in busy else self.request_run(reference, self.seeds[0])
+        # All with a seed are trained up to a part before any goes on
+        for seed, part in product(self.asked if self.target is not None else (), PARTS):
+            for source in self._unlearned(seed, entries or self.alive).values():
+                if source.done.get(seed, 0.0) < part and source.name not in busy:
+                    return self.request_run(source, seed)
+        return None
+
+    def _unlearned(self, seed: int, entries: Sequence[Contender]) -> dict[str, Contender]:
         """Return the entries by name that may still reach the target with `seed`, but have not."""
         first = self.seeds[:1]
         return {
@@ -282,7 +299,7 @@ class Survey(Search):
             if self.samples_of(source, [seed]) is None
         }
 
-    def samples_of(self, entry: Entry, seeds: Sequence[int] | None = None) -> float | None:
+    def samples_of(self, entry: Contender, seeds: Sequence[int] | None = None) -> float | None:
         """Return the samples until `entry` reached the target: the mean over those of `seeds`
         (all by default) so far. None if it missed the target with one of them.
         """
@@ -290,7 +307,7 @@ class Survey(Search):
         # A mean over the lucky seeds would make an unreliable strategy first
         return fmean(known) if known and not self.fell_short(entry, seeds) else None
 
-    def fell_short(self, entry: Entry, seeds: Sequence[int] | None = None) -> bool:
+    def fell_short(self, entry: Contender, seeds: Sequence[int] | None = None) -> bool:
         """Return whether `entry` missed the target with one of `seeds` after all samples."""
         return any(
             # A run that was cut off has not missed the target
@@ -299,8 +316,8 @@ class Survey(Search):
         )
 
     def _curves(
-        self, entry: Entry, seeds: Sequence[int] | None
-    ) -> Iterator[tuple[Sequence[Snapshot], Reached | None]]:
+        self, entry: Contender, seeds: Sequence[int] | None
+    ) -> Iterator[tuple[Sequence[Point], Reached | None]]:
         """Yield what `entry` learns with each of `seeds`, and when it reached the target."""
         assert self.target is not None
         for seed, points in self.source(entry).curves.items():
@@ -309,22 +326,20 @@ class Survey(Search):
 
     def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float | None]:
         """Return the samples/s of `wanted` by name, as far as time goes; None if one fails."""
-        entries = [Entry(each) for each in wanted]
-        for first in range(0, len(entries), CHUNK):
-            if self.stopped or now() > until:
-                break
-            self._find_speeds(entries[first : first + CHUNK], until)
+        entries = [Contender(each) for each in wanted]
+        if not self.stopped:
+            self.find_speeds(entries, until)
         known = (entry for entry in entries if entry.speed or entry.dropped not in (None, NO_TIME))
         return {entry.name: entry.speed for entry in known}
 
 
 def learned_there(
     survey: Survey,
-    points: Sequence[Point],
-    place_of: Callable[[Point], Place],
-    candidate: Callable[[Point, str], Candidate],
+    points: Sequence[MapPoint],
+    place_of: Callable[[MapPoint], Place],
+    candidate: Callable[[MapPoint, str], Candidate],
     until: float,
-) -> tuple[list[Point], list[str]]:
+) -> tuple[list[MapPoint], list[str]]:
     """Return `points` with the samples that the first strategy takes there or nearby, and notes.
 
     Where a strategy is first that depends on speeds, it is trained at that point, unless it was at
@@ -337,7 +352,7 @@ def learned_there(
     trained: Samples = {}
     found = list(points)
 
-    def untrained() -> list[tuple[Point, str]]:
+    def untrained() -> list[tuple[MapPoint, str]]:
         return [
             (point, point.winner)
             for point in found
@@ -345,10 +360,10 @@ def learned_there(
             and gap(place_of(point), trained.get(point.winner, ())) > NEAR
         ]
 
-    # With its samples another strategy may be first at a point (decision 106)
+    # After a strategy was trained at a point, another one may be first there.
     while (left := untrained()) and not survey.stopped and now() < until:
         chosen_now = spread_out(left, trained, place_of, processes())
-        entries = [Entry(candidate(point, name)) for point, name in chosen_now]
+        entries = [Contender(candidate(point, name)) for point, name in chosen_now]
         survey.learn(until, entries)
         for (point, name), entry in zip(chosen_now, entries, strict=True):
             samples = survey.samples_of(entry)
@@ -368,7 +383,9 @@ def learned_there(
     return found, notes + [_spread_text(name, places) for name, places in trained.items()]
 
 
-def with_nearest(point: Point, trained: Samples, place_of: Callable[[Point], Place]) -> Point:
+def with_nearest(
+    point: MapPoint, trained: Samples, place_of: Callable[[MapPoint], Place]
+) -> MapPoint:
     """Return `point` with the samples of the nearest place at which each strategy was trained."""
     for name, places in trained.items():
         if name in point.seconds:
@@ -378,19 +395,20 @@ def with_nearest(point: Point, trained: Samples, place_of: Callable[[Point], Pla
 
 
 def spread_out(
-    left: Sequence[tuple[Point, str]],
+    left: Sequence[tuple[MapPoint, str]],
     trained: Samples,
-    place_of: Callable[[Point], Place],
+    place_of: Callable[[MapPoint], Place],
     most: int,
-) -> list[tuple[Point, str]]:
+) -> list[tuple[MapPoint, str]]:
     """Return up to `most` of `left`, each as far as can be from where its strategy was trained."""
     known = {name: list(places) for name, places in trained.items()}
-    found: list[tuple[Point, str]] = []
+    found: list[tuple[MapPoint, str]] = []
     while len(found) < most:
         gaps = [gap(place_of(point), known.get(name, ())) for point, name in left]
         if not gaps or max(gaps) <= NEAR:
             break
-        # As far as can be from what is known: an early end still covers the plane (decision 106)
+        # The point farthest from all trained ones comes next, so that even an early end covers the
+        # plane.
         point, name = left[gaps.index(max(gaps))]
         found.append((point, name))
         known.setdefault(name, []).append(place_of(point))

@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS
-from orchestra.planning.answer import Plan, Row, target_text, time_text
+from orchestra.planning.answer import CandidateRow, PlanAnswer, target_text, time_text
 from orchestra.planning.map import Axis, Map
-from orchestra.records.record import write_atomically
+from orchestra.planning.table import candidates_sheet, verified_sheet
+from orchestra.records.files import write_atomically
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, Values, figure, haloed, layer, tips
 from orchestra.report.numbers import or_dash
 from orchestra.report.page import library, templates
 from orchestra.report.study import COLOURS, DASHES, INK, SIGNS, Style
+from orchestra.trainer.settings import Target
 
 PAGE = "plan.html"
 DRAWN = 10
@@ -45,7 +47,7 @@ PALE = {
 Floats = NDArray[np.float64]
 
 
-def write_page(plan: Plan, title: str) -> Path:
+def write_page(plan: PlanAnswer, title: str) -> Path:
     """Write `plan.html` and its figures into the plan's folder; return its path."""
     figures = list(_figures(plan))
     try:
@@ -59,8 +61,8 @@ def write_page(plan: Plan, title: str) -> Path:
         title=title,
         plan=plan,
         target=None if plan.target is None else target_text(plan.target),
-        currency=next((row.currency for row in plan.rows if row.cost is not None), None),
-        times={row.name: time_text(row) for row in plan.rows},
+        candidates=candidates_sheet(plan),
+        verified=verified_sheet(plan),
         figures=figures,
         specs={each.name: frame.for_page(each.spec) for each in figures},
         library=library(),
@@ -69,14 +71,14 @@ def write_page(plan: Plan, title: str) -> Path:
     return plan.folder / PAGE
 
 
-def _figures(plan: Plan) -> Iterator[Figure]:
+def _figures(plan: PlanAnswer) -> Iterator[Figure]:
     timed = [row for row in plan.rows if row.seconds is not None][:DRAWN]
-    if timed:
-        yield _times(plan, timed)
+    if timed and plan.target is not None:
+        yield _times(timed, plan.target)
     if len(plan.scaling) > 1 and plan.scaled is not None:
-        yield _scaling(plan)
+        yield _scaling(plan, plan.scaled)
     if plan.curves and plan.target is not None:
-        yield _curves(plan)
+        yield _curves(plan, plan.target)
 
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
@@ -92,9 +94,8 @@ def _styles(names: Sequence[str]) -> dict[str, Style]:
     return found
 
 
-def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
+def _times(rows: Sequence[CandidateRow], target: Target) -> Figure:
     """Return a bar for each candidate that reaches the target."""
-    assert plan.target is not None
     values = [
         {"strategy": row.name, "seconds": row.seconds, "low": max(0.0, time - about),
          "high": time + about}
@@ -102,7 +103,7 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
         for time, about in [(row.seconds or 0.0, row.uncertainty or 0.0)]
     ]  # fmt: skip
     look = Look(_styles([row.name for row in rows]), legend=False)
-    title = f"seconds until {target_text(plan.target)}"
+    title = f"seconds until {target_text(target)}"
     x = alt.X("seconds:Q", title=title, scale=alt.Scale(zero=True))
     tooltip = tips("strategy:N", ("seconds:Q", "seconds", ".4~g"))
     layers = [
@@ -115,10 +116,8 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
     return figure("time-to-target", "Time to target", caption, "target", *lanes)
 
 
-def _scaling(plan: Plan) -> Figure:
+def _scaling(plan: PlanAnswer, name: str) -> Figure:
     """Return samples/s of a strategy over nodes; the knee is a ring."""
-    assert plan.scaled is not None
-    name = plan.scaled
     values = [
         {"strategy": name, "nodes": nodes, "value": speed} for nodes, speed in plan.scaling.items()
     ]
@@ -138,10 +137,9 @@ def _scaling(plan: Plan) -> Figure:
     return figure("scaling", "Scaling", caption, "scaling", layers)
 
 
-def _curves(plan: Plan) -> Figure:
+def _curves(plan: PlanAnswer, target: Target) -> Figure:
     """Return the metric of the target over the seconds of the cluster."""
-    assert plan.target is not None
-    metric = plan.target.metric
+    metric = target.metric
     values = [
         {"strategy": name, "seconds": seconds, "value": value}
         for name, line in plan.curves.items()
@@ -149,7 +147,7 @@ def _curves(plan: Plan) -> Figure:
     ]
     look = Look(_styles(list(plan.curves)))
     x, y = frame.along("seconds"), frame.value_axis(metric)
-    aim = [{"target": plan.target.bound}]
+    aim = [{"target": target.bound}]
     tooltip = tips("strategy:N", ("seconds:Q", "seconds", ".4~g"), ("value:Q", metric, ".4~g"))
     layers = [
         frame.zoomable(layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2)),
@@ -218,7 +216,7 @@ def _grid(drawn: Map) -> tuple[list[str], Floats]:
         # Contours and borders need a value in every cell.
         near = np.abs(places - (row, column)).sum(axis=1).argmin()
         known = drawn.points[int(near)].seconds
-        # Logarithms: times differ by factors, and so do the values of the sides (decision 104).
+        # Logarithms, because times and the values of the sides differ by factors.
         grid[:, row, column] = [math.log(known.get(name, math.inf)) for name in names]
     return names, grid
 

@@ -13,19 +13,18 @@ import numpy
 from orchestra.planning.candidates import Candidate
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
-from orchestra.report.numbers import paired_difference, significant
+from orchestra.report.numbers import significant
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Target
 
-MISSED = 1.5
-"""A seed has missed the target after this many times the samples that other seeds needed."""
+OF_SEEDS = 0.15
+"""The standard deviation of the logarithm of a time to the target over seeds."""
 SPARED = 0.02
-"""Candidates whose times differ by less count as equal; the one with fewer nodes comes first."""
-RUNGS = (0.35, 0.65, 1.0)
-"""Parts of the best known time to target after which the race is halved."""
-FEWEST_RACING = 4
-"""The candidates that enter the next rung in any case."""
+"""Candidates whose times differ by less count as equal; the one with fewer nodes is preferred."""
 NO_TIME = "left out: there was no time to find its speed"
+FEWEST_SEEDS = 4
+"""The seeds that confirm a winner."""
+TWIN = "learns the same as"
 CUT_OFF = "left out: there was no time for the race"
 
 # Decisions on plain figures
@@ -86,22 +85,12 @@ def cannot_win(
 ) -> float | None:
     """Return the least seconds that a candidate needs, if 99.9 % of the `best` or more, or None.
 
-    At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
-    samples, of which one process needs `samples` in all. At `speed` samples/s that takes
-    samples x update / batch / speed.
+    One process needs `samples` in all, in steps of `batch` samples. At best an update of the
+    candidate, of `update` samples, is worth as much as such a step. At `speed` samples/s that
+    takes samples x update / batch / speed.
     """
     least = samples * min(1.0, update / batch) / speed
     return least if least >= 0.999 * best else None
-
-
-def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
-    """Return the names that go on to the next rung, and the others: the better half goes on, and
-    at least `least`. Smaller `scores` are better; of equal ones the first stays.
-    """
-    order = sorted(scores, key=lambda name: scores[name])
-    # Successive halving (Jamieson and Talwalkar, AISTATS 2016).
-    keep = max(least, (len(order) + 1) // 2)
-    return order[:keep], order[keep:]
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
@@ -110,6 +99,16 @@ def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
     # More nodes for the same time would be a waste
     near = [name for name in times if times[name] <= limit]
     return min(near, key=lambda name: (nodes[name], times[name]))
+
+
+def pessimistic(times: Mapping[str, float], seeds: Mapping[str, int]) -> dict[str, float]:
+    """Return `times`, each longer by one standard error of a mean over its seeds.
+
+    The shortest of many times is too easily one of luck, most of all where it has few seeds.
+    """
+    return {
+        name: time * math.exp(OF_SEEDS / math.sqrt(seeds[name])) for name, time in times.items()
+    }
 
 
 def bottleneck(seconds: Mapping[str, float]) -> str:
@@ -129,7 +128,7 @@ def bottleneck(seconds: Mapping[str, float]) -> str:
 
 
 @dataclass
-class Entry:
+class Contender:
     """All that is known about a candidate."""
 
     candidate: Candidate
@@ -142,23 +141,36 @@ class Entry:
     wall: float = 0.0  # seconds that its simulations took
     dropped: str | None = None  # why it is out; None while it is not
     rungs: list[str] = field(default_factory=list)  # what each rung saw of it, in words
+    steps: int = 0  # over which its speed was measured
+    speed_wall: float | None = None  # seconds that this took for each rank
+    needs_values: bool = False  # its speed cannot be measured from shapes
 
     @property
     def name(self) -> str:
         return self.candidate.name
 
+    def is_over(self, seed: int) -> bool:
+        """Return whether it was simulated with a seed for all of its samples."""
+        return self.done.get(seed, 0.0) >= 1
+
+    @property
+    def seconds_of_all(self) -> float:
+        """Seconds on the clock that a simulation of all its samples takes, 0 where not known."""
+        done = sum(self.done.values())
+        return self.wall / done if done else 0.0
+
     @property
     def speed(self) -> float | None:
         """Samples/s."""
-        return None if self.record is None else self.record.samples_per_second
+        return None if self.record is None else self.record.time.samples_per_second
 
     @property
     def cost_rate(self) -> float | None:
         """Cost of a second, in the cluster's currency; None without prices."""
         record = self.record
-        if record is None or record.cost is None or not record.train_seconds:
+        if record is None or record.spending.cost is None or not record.time.training:
             return None
-        return record.cost / record.train_seconds
+        return record.spending.cost / record.time.training
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,17 @@ class Length:
         A target that is reached between two snapshots is only seen at the second.
         """
         return min(1.0, math.ceil(self.snapshots * samples / self.samples) / self.snapshots)
+
+    def is_whole(self, samples: float) -> bool:
+        """Return whether a run of `samples` has had all, but for the rounding of steps."""
+        return samples > (1 - 0.5 / self.snapshots) * self.samples
+
+    def following(self, done: float, parts: Iterable[float]) -> float | None:
+        """Return the first of `parts` that a run which has come as far as `done` has not reached;
+        None where it has reached all."""
+        # Steps may not divide a part evenly
+        least = done + 0.5 / self.snapshots
+        return next((part for part in parts if part > least), None)
 
 
 class Standing:
@@ -193,32 +216,38 @@ class Standing:
         length: Length,
         seeds: Sequence[int],
     ) -> None:
-        self.entries = {each.name: Entry(each) for each in candidates}
+        self.entries = {each.name: Contender(each) for each in candidates}
         self.target, self.length, self.seeds = target, length, seeds
+        self._sources: dict[str, Contender] = {}  # by what they learn
+        # By the identity of a curve, which is kept beside what is read from it
+        self._read: dict[int, tuple[Sequence[Point], Reached | None]] = {}
 
     @property
-    def alive(self) -> list[Entry]:
+    def alive(self) -> list[Contender]:
         """Those that are not out."""
         return [entry for entry in self.entries.values() if entry.dropped is None]
 
-    def source(self, entry: Entry) -> Entry:
+    def source(self, entry: Contender) -> Contender:
         """Return the entry whose runs say what `entry` learns: its own, or that of one process."""
         if not entry.candidate.exact:
             return entry
-        alike = self.alike(entry)
-        return next(each for each in alike if isinstance(each.candidate.run.strategy, Single))
+        key = entry.candidate.learns_as
+        if key not in self._sources:
+            alike = (e for e in self.alike(entry) if isinstance(e.candidate.run.strategy, Single))
+            self._sources[key] = next(alike)
+        return self._sources[key]
 
-    def alike(self, entry: Entry) -> Iterable[Entry]:
+    def alike(self, entry: Contender) -> Iterable[Contender]:
         """Return all that learn the same as `entry` from each sample, and itself."""
         key = entry.candidate.learns_as
         return (each for each in self.entries.values() if each.candidate.learns_as == key)
 
-    def times(self, entry: Entry) -> dict[int, Reached]:
+    def times(self, entry: Contender) -> dict[int, Reached]:
         """Return when `entry` reached the target, by seed."""
         if self.target is None or entry.speed is None:
             return {}
         curves = self.source(entry).curves.items()
-        found = {s: at for s, points in curves if (at := reached(points, self.target)) is not None}
+        found = {s: at for s, points in curves if (at := self.reached_by(points)) is not None}
         if entry.candidate.exact:  # the samples of its source, at its speed
             for seed, at in found.items():
                 seconds = at.samples / entry.speed
@@ -226,7 +255,14 @@ class Standing:
                 found[seed] = Reached(at.samples, seconds, spacing)
         return found
 
-    def time(self, entry: Entry) -> float | None:
+    def reached_by(self, points: Sequence[Point]) -> Reached | None:
+        """Return when a curve reaches the target, which is looked for once."""
+        known = self._read.get(id(points))
+        if known is None and self.target is not None:
+            known = self._read[id(points)] = points, reached(points, self.target)
+        return None if known is None else known[1]
+
+    def time(self, entry: Contender) -> float | None:
         """Return the seconds to the target, the mean over the seeds; None where one missed it.
 
         One that has not reached it yet counts with its seconds so far, where these are more than
@@ -238,23 +274,24 @@ class Standing:
         mean = fmean(times.values())
         others = self.source(entry).curves.keys() - times.keys()
         under_way = (self.elapsed(entry, seed) for seed in sorted(others))
-        # A lower bound, but no longer luck (decision 117)
+        # The seconds so far are a lower bound, but they no longer favour a candidate whose first
+        # seed was lucky.
         late = [seconds for seconds in under_way if seconds > mean]
         return fmean([*times.values(), *late])
 
-    def missed(self, entry: Entry) -> list[int]:
-        """Return the seeds that went further than those that reached the target, and missed it."""
-        times = self.times(entry)
-        # A seed that was stopped earlier than the others has not missed the target (decision 98)
-        far = MISSED * max((each.samples for each in times.values()), default=math.inf)
+    def missed(self, entry: Contender) -> list[int]:
+        """Return the seeds that missed the target with all samples.
+
+        A run that was stopped earlier may still reach it, so its seconds are a lower bound.
+        """
+        times, curves = self.times(entry), self.source(entry).curves
         return [
             seed
-            for seed, points in self.source(entry).curves.items()
-            if seed not in times and points
-            and points[-1].samples >= min(far, self.length.samples)
-        ]  # fmt: skip
+            for seed, points in curves.items()
+            if seed not in times and points and self.length.is_whole(points[-1].samples)
+        ]
 
-    def uncertainty(self, entry: Entry) -> float | None:
+    def uncertainty(self, entry: Contender) -> float | None:
         """Return the time's uncertainty: the spread over seeds, or half the spacing if larger."""
         times = list(self.times(entry).values())
         if not times:
@@ -263,80 +300,55 @@ class Standing:
         # The target lies somewhere between two snapshots, on either side of the middle
         return max(spread, fmean(each.spacing for each in times) / 2)
 
-    def is_close(self) -> bool:
-        """Return whether further seeds may change the order of the first two that are left."""
-        pair = [entry for entry, _ in self._timed() if entry.dropped is None][:2]
-        if len(pair) < 2:
-            return False
-        first, second = ({seed: at.seconds for seed, at in self.times(e).items()} for e in pair)
-        # Paired: seeds share initial parameters and the order of samples, also in the plan
-        difference = paired_difference(second, first)
-        if difference is None or difference.low is None:
-            return True
-        # Each time lies somewhere between two snapshots
-        spacings = [fmean(at.spacing for at in self.times(each).values()) / 2 for each in pair]
-        coarse = 2 * math.hypot(*spacings) / math.sqrt(difference.n)
-        return difference.low < 0 or difference.mean < coarse
-
-    def ranking(self) -> list[Entry]:
+    def ranking(self) -> list[Contender]:
         """Return those that reach the target, the soonest first; those that are out, too."""
         return [entry for entry, _ in self._timed()]
 
-    def best(self) -> tuple[Entry, float] | None:
+    def best(self) -> tuple[Contender, float] | None:
         """Return the first to reach the target of all, and its seconds."""
         return next(iter(self._timed()), None)
 
-    def _timed(self) -> list[tuple[Entry, float]]:
+    def _timed(self) -> list[tuple[Contender, float]]:
         known = [(each, time) for each in self.entries.values() if (time := self.time(each))]
         return sorted(known, key=lambda pair: pair[1])
 
-    def curve(self, entry: Entry, seed: int | None = None) -> Sequence[Point]:
+    def curve(self, entry: Contender, seed: int | None = None) -> Sequence[Point]:
         """Return the snapshots that say what `entry` learns with a seed; None: the first one."""
         return self.source(entry).curves.get(self.seeds[0] if seed is None else seed, ())
 
-    def elapsed(self, entry: Entry, seed: int | None = None) -> float:
+    def elapsed(self, entry: Contender, seed: int | None = None) -> float:
         """Return the virtual seconds of `entry`'s run with a seed so far; None: the first one."""
         points = self.curve(entry, seed)
         if not points or entry.speed is None:
             return 0.0
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
 
-    def horizon(self) -> float:
-        """Return the virtual seconds after which no candidate can win any more.
-
-        Without a time to target, those of the slowest candidate for all samples.
-        """
-        if best := self.best():
-            # One with fewer nodes may still be chosen within that
-            return best[1] * (1 + SPARED)
-        seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
-        return max(seconds, default=0.0)
-
     # Who is out
 
     def drop_slower_twins(self) -> None:
-        """Drop all but the fastest of the candidates that learn the same."""
-        for entry in self.alive:
+        """Drop all but the fastest of the candidates that learn the same; one that was dropped
+        comes back if the speed of the fastest was measured again, and was less.
+        """
+        for entry in self.entries.values():
             first = max(self.alike(entry), key=lambda each: each.speed or 0.0)
-            if entry is not first and entry.speed and first.speed:
-                entry.dropped = (
-                    f"learns the same as {first.name} from each sample, which has "
+            if (entry.dropped or TWIN).startswith(TWIN) and entry.speed and first.speed:
+                entry.dropped = None if entry is first else (
+                    f"{TWIN} {first.name} from each sample, which has "
                     f"{significant(first.speed / entry.speed)} times the samples/s"
-                )
+                )  # fmt: skip
 
-    def drop_by_bound(self) -> None:
-        """Drop candidates that cannot be the first, however much their updates are worth."""
-        if (found := self.best()) is None:
-            return
-        best, time = found
+    def drop_by_bound(self, best: Contender, time: float) -> None:
+        """Drop candidates that cannot be before the best, which has this time, however much their
+        updates are worth."""
         needed = fmean(each.samples for each in self.times(best).values())
         batch = best.candidate.samples
         for entry in self.alive:
             # Whoever has reached the target has a time, which says more than a bound
             if entry is best or not entry.speed or self.times(entry):
                 continue
-            # Generous, so that nobody is left out by a guess: see `cannot_win` (decision 98). With
-            # a larger rate an update goes further; a smaller one may spare steps that overshoot.
+            # The bound is generous, so that no candidate is dropped by a guess: see `cannot_win`.
+            # With a larger rate an update goes further; a smaller one may spare steps that
+            # overshoot.
             worth = max(entry.candidate.rate, 1 / entry.candidate.rate)
             update = entry.candidate.update_samples / worth
             least = cannot_win(needed, batch, update, entry.speed, time)
@@ -345,45 +357,3 @@ class Standing:
                     f"cannot win: {least:.3g} s at least, even if each of its updates were worth "
                     f"one of {best.name} ({time:.3g} s)"
                 )
-
-    def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """Drop those that cannot win after rung `number`, of `seconds`, then the worse half."""
-        assert self.target is not None
-        _, limit = self.best() or (None, math.inf)
-        last = number == len(RUNGS)
-        scores: dict[str, tuple[float, float]] = {}
-        for entry in (each for each in racing if each.dropped is None):
-            time, penalty = self._score(entry, seconds)
-            elapsed = self.elapsed(entry)
-            # Within the time of the first it may still come before it
-            if time < math.inf or limit == math.inf or (elapsed < limit and not last):
-                scores[entry.name] = (time, penalty)
-            else:
-                value = _text(best_value(self.curve(entry), self.target))
-                entry.dropped = (
-                    f"rung {number}: {self.target.metric} {value} after {elapsed:.3g} s, when the "
-                    "first had reached the target"
-                )
-        # After the last rung all are known as far as needed
-        for name in halved(scores, FEWEST_RACING)[1] if not last else ():
-            entry = self.entries[name]
-            entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
-
-    def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Return the time, or infinity and a penalty; note the time, else the metric, in words."""
-        assert self.target is not None
-        time = self.time(entry)
-        samples, metric = seconds * (entry.speed or 0.0), self.target.metric
-        curves = self.source(entry).curves.values()
-        known = [v for points in curves if (v := value_at(points, metric, samples)) is not None]
-        value = fmean(known) if known else None
-        text = f"{metric} {_text(value)} after {seconds:.3g} s"
-        text = text if time is None else f"target after {time:.3g} s"
-        entry.rungs += [text] * (text not in entry.rungs)
-        if time is not None:
-            return time, 0.0
-        return math.inf, math.inf if value is None else self.target.penalty(value)
-
-
-def _text(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.4g}"

@@ -1,42 +1,29 @@
-"""A run under way: what `live.json` has, whether the run goes on, and lines added to files."""
+"""A run under way: what `live.json` has, and whether a process is at work in a folder."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from socket import gethostname
-from typing import Any, BinaryIO, cast
 
 from orchestra.errors import InputError
-from orchestra.records.record import partial_of
+from orchestra.records.files import LIVE, partial_of
 from orchestra.records.report import StragglerFinding
 from orchestra.settings.base import to_plain
-from orchestra.settings.reading import open_file, read_json
+from orchestra.settings.reading import read_json
 
-LIVE = "live.json"
-"""A file in the folder of a run, written about once a second and removed at a normal end."""
 FRESH_SECONDS = 10.0  # an older file belongs to a run that has ended, unless a lock says otherwise
-MOST_BYTES = 1 << 20
-"""The most bytes read at a time. Where more were added, lines at even distances stand for them."""
 MAX_NOTICES = 5  # the newest ones, in `live.json`
-SAMPLES = 64
-MOST = 1e18  # no figure of a step comes near
-MOST_LOGGED = 1e300  # of a number that a strategy logs: means over many are finite, too
-PARTS = ("compute", "communicate", "wait", "input")
-"""The parts of a step's seconds, as its line names them."""
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks any of which may release the waiting one, and the part of its last beats at which it
-    waited for them."""
+    """Ranks that a rank waits for (one of them can release it), and the part of its last beats at
+    which it waited for them."""
 
     ranks: tuple[int, ...]
     share: float
@@ -94,7 +81,7 @@ def write_live(folder: Path, live: Live) -> None:
 
 
 def read_live(folder: Path) -> Live | None:
-    """Return the last `live.json` of a run; None if there is none, or one of another version."""
+    """Return the last `live.json` of a run; None if it is missing or of another version."""
     try:
         live: Live = read_json(folder / LIVE, Live)
     except (FileNotFoundError, InputError):
@@ -148,8 +135,6 @@ def _has_open(process: int, file: os.stat_result) -> bool:
     An inode alone may be that of a file in another file system, and the device that the kernel
     shows with a lock is not the one of `stat` on btrfs.
     """
-    # An inode alone may be that of a file in another file system, and the device that the kernel
-    # shows with a lock is not the one of `stat` on btrfs.
     try:
         for each in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -173,100 +158,3 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
             if seconds > 0 and more > 0:
                 rates[source, now.rank] = more / seconds
     return rates
-
-
-class Tail:
-    """Reads the lines that are added to the file `path`, which need not be there yet.
-
-    A last line without its end is kept until the rest is there. What is no JSON object is left out.
-    `began_anew` says that the last `read` found a file that was written anew, and read it from its
-    start.
-    """
-
-    def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
-        self.began_anew = False
-        self._path = path
-        self._most_bytes = most_bytes
-        self._file: tuple[int, int] | None = None  # device and inode
-        self._position = 0  # of what was read
-        self._rest = b""
-
-    def read(self) -> list[Line]:
-        """Return the lines that have been completed since the last call, in their order; raise
-        `OSError` if the file is there, but cannot be read. What is no file has no lines."""
-        self.began_anew = False
-        try:
-            file = open_file(self._path)
-        except (FileNotFoundError, InputError):
-            return []
-        with file:
-            status = os.fstat(file.fileno())
-            # A file that was replaced, or has become shorter, is another run's.
-            same, size = (status.st_dev, status.st_ino), status.st_size
-            self.began_anew = self._file not in (None, same) or size < self._position
-            if self.began_anew:
-                self._position, self._rest = 0, b""
-            self._file = same
-            lines = []
-            # 100 MB of steps take 9 s to parse, its end and lines in between 0.03 s (decision 100).
-            if size - self._position > self._most_bytes:
-                start = size - self._most_bytes // 2
-                lines = self._sampled(file, self._position, start)
-                file.seek(start)
-                file.readline(self._most_bytes)  # the rest of a line that began before
-                self._rest = b""
-            else:
-                file.seek(self._position)
-            text = self._rest + file.read()
-            self._position = file.tell()
-        whole, end, self._rest = text.rpartition(b"\n")
-        return lines + _parsed((whole + end).splitlines())
-
-    @staticmethod
-    def _sampled(file: BinaryIO, begin: int, end: int) -> list[Line]:
-        """Return lines at even distances between two places of `file`."""
-        found = []
-        for k in range(SAMPLES):
-            file.seek(begin + (end - begin) * k // SAMPLES)
-            if k or begin:
-                file.readline(MOST_BYTES)
-            if file.tell() < end:
-                found.append(file.readline(MOST_BYTES))
-        return _parsed(found)
-
-
-def is_step(line: Line) -> bool:
-    """Return whether `line` has the figures of a step; its loss may be NaN, or None."""
-    needed = [line.get(name) for name in ("step", "seconds", "consumed", "samples")]
-    others = [line.get(name, 0) for name in (*PARTS, "bytes_sent")]
-    lists = [line.get(name, []) for name in ("staleness", "rates")]
-    if type(line.get("loss", "")) not in (float, type(None)) or not all(
-        isinstance(each, list) for each in lists
-    ):
-        return False
-    # To Python `True` is an int; NaN compares as false.
-    return is_logged(line.get("logged", {})) and all(
-        type(value) in (int, float) and abs(value) < MOST
-        for value in itertools.chain(needed, others, *lists)
-    )
-
-
-def is_logged(logged: object) -> bool:
-    """Return whether `logged` has finite numbers by plain names, which can name a file."""
-    return isinstance(logged, dict) and all(
-        name.isidentifier() and len(name) <= 100
-        and isinstance(value, Real) and abs(cast(float, value)) < MOST_LOGGED
-        for name, value in logged.items()
-    )  # fmt: skip
-
-
-def _parsed(lines: list[bytes]) -> list[Line]:
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found

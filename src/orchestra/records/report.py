@@ -63,8 +63,8 @@ class Point:
     `metrics` are on the validation data, else on the test data, the mean loss among them as
     "loss". Where each node has a replica of its own they are the mean over `nodes`, the figures of
     each by rank (of more than 16 `replicas` 16 are evaluated), and `average` those of the average
-    of the replicas, which no node has. docs/records.md defines the distances; they and `average`
-    are None where all ranks had the same parameters.
+    of the replicas, which no node has. docs/reference/records.md defines the distances; they and
+    `average` are None where all ranks had the same parameters.
     """
 
     samples: int
@@ -100,7 +100,7 @@ def is_rising(name: str) -> bool | None:
     return False if any(word in words for word in falling) else None
 
 
-class Message(NamedTuple):
+class MessageKey(NamedTuple):
     """A message of a run: the `number`-th from `source` to `target` with this tag."""
 
     source: int
@@ -118,7 +118,7 @@ class TimelineSlice(NamedTuple):
     start: float
     end: float
     args: Mapping[str, Any]
-    message: Message | None = None  # equal for its send and its receive
+    message: MessageKey | None = None  # equal for its send and its receive
 
 
 class Instant(NamedTuple):
@@ -267,8 +267,8 @@ class RankReport:
 class LeaderReport:
     """The findings of the leader: the worth of the final parameters, and of those before.
 
-    `final_loss` and `metrics` are on the test data; the last training loss where there is none.
-    Where nothing has values there are neither, and no hash.
+    `final_loss` and `metrics` are on the test data. Without test data `final_loss` is the last
+    training loss. A run without values has no loss, no metrics and no hash.
     """
 
     final_loss: float | None
@@ -291,7 +291,7 @@ Cause = Literal["compute", "link", "input"]
 
 @dataclass(frozen=True)
 class StragglerFinding:
-    """A rank slower than its peers, and what that cost; docs/records.md has the fields."""
+    """A slow rank, and what that cost; docs/reference/records.md has the fields."""
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]

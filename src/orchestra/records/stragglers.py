@@ -1,7 +1,8 @@
 """Stragglers: the ranks that held up others, by each rank's report of its time; without torch.
 
 A rank reads its counters at some sixty moments (`CounterSeries`). `find` cuts the run into windows,
-and compares ranks and links with their peers in each of them. docs/stragglers.md explains it.
+and compares ranks and links with their peers in each of them. docs/how-to/stragglers.md
+explains it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _windows(by_rank: Mapping[int, Sequence[Counters]], edges: Sequence[float]) 
     return Windows(list(by_rank), steps, samples, compute, read, blocked, arrived)
 
 
-class Found(NamedTuple):
+class FoundStraggler(NamedTuple):
     """A straggler, and the seconds of excess in each of the windows from `first` to `last`."""
 
     ranks: tuple[int, ...]
@@ -135,8 +136,8 @@ def others(values: Array) -> Array:
 def noise_of(logarithms: Collection[Array]) -> float:
     """Return the standard deviation of a window, from the differences between one and the next."""
     steps = np.concatenate([np.abs(np.diff(np.clip(row, -CLEAR, CLEAR))) for row in logarithms])
-    # The difference of two normal numbers has the mean magnitude 2 sigma / sqrt(pi). Neighbours are
-    # compared, as a lasting difference leaves these alone (decision 92).
+    # The difference of two normal numbers has the mean magnitude 2 sigma / sqrt(pi). Neighbouring
+    # windows are compared, since a lasting difference does not change their differences.
     return float(steps.mean()) * math.sqrt(math.pi) / 2 if steps.size else 0.0
 
 
@@ -168,7 +169,7 @@ def stretches(logs: Array, least: float, noise: float, begin: int = 0) -> Iterat
     yield from stretches(logs[high:], least, noise, begin + high)
 
 
-def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[Found]:
+def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator[FoundStraggler]:
     """Yield the `ranks` that took longer than their peers for a sample, and for a step as well.
 
     A slow rank with a share so small that it is ready with the others holds up nobody, and one with
@@ -195,7 +196,7 @@ def slow_ranks(ranks: Sequence[int], windows: Windows, width: float) -> Iterator
             computed, waited = ((own - others(own))[row] for own in rates)
             cause: Cause = "input" if waited > computed else "compute"
             factor = math.exp(np.median(by_sample[row, inside]))
-            yield Found((ranks[row],), cause, factor, first, last, excess)
+            yield FoundStraggler((ranks[row],), cause, factor, first, last, excess)
 
 
 def _ratios(work: Array, amount: Array) -> Array:
@@ -214,7 +215,9 @@ def _ratios(work: Array, amount: Array) -> Array:
     return logs
 
 
-def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
+def slow_links(
+    windows: Windows, nodes: Mapping[int, str], width: float
+) -> Iterator[FoundStraggler]:
     """Yield ranks, or all those of a node, to and from which bytes take longer than elsewhere.
 
     If that is half of all, the network is like that, and nobody is slower than others.
@@ -232,7 +235,9 @@ def slow_links(windows: Windows, nodes: Mapping[int, str], width: float) -> Iter
             yield from found
 
 
-def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> Iterator[Found]:
+def _slow_pairs(
+    arrived: _Arrived, nodes: Mapping[int, str], width: float
+) -> Iterator[FoundStraggler]:
     logs, excess = _byte_ratios(arrived)
     noise = noise_of([row[~np.isnan(row)] for row in logs.values()])
     slow: list[tuple[float, _Pair, int, int]] = []
@@ -254,7 +259,7 @@ def _slow_pairs(arrived: _Arrived, nodes: Mapping[int, str], width: float) -> It
         factor = math.exp(np.nanmedian(logs[worst][first:last]))
         beyond = np.max([excess[pair][first:last] for pair in own], axis=0)
         ranks = tuple(sorted(rank for rank, end in ends.items() if end in blamed))
-        yield Found(ranks, "link", factor, first, last, beyond)
+        yield FoundStraggler(ranks, "link", factor, first, last, beyond)
         slow = [each for each in slow if each[1] not in own or each[2] >= last or each[3] <= first]
 
 
@@ -282,10 +287,11 @@ def _rates(arrived: _Arrived, first: int, last: int) -> dict[_Pair, float]:
 
 def _usual(rates: Mapping[_Pair, float]) -> dict[_Pair, float]:
     """Return the rate that each pair is compared with: the median of the other pairs with this
-    source, or with this target, whichever is faster; where there are none, of all others.
+    source, or with this target, whichever is faster. A pair without such pairs is compared with the
+    median of all others.
 
-    All that a server sends, or gets, shares its link: it says nothing that this takes longer than
-    in the other direction.
+    All messages from a server share its link, and so do all messages to it. So it is no sign of a
+    straggler if one direction takes longer than the other.
     """
     values = np.array([*rates.values()])
     found = dict(zip(rates, (others(values) if len(rates) > 2 else values).tolist(), strict=True))
@@ -316,7 +322,7 @@ def _blamed(
 
 
 def _lost(
-    found: Sequence[Found], windows: Windows, workers: Sequence[int], width: float
+    found: Sequence[FoundStraggler], windows: Windows, workers: Sequence[int], width: float
 ) -> list[float]:
     """Return the seconds that the other workers lost to each of `found`.
 
@@ -350,7 +356,7 @@ def _steps_at(series: Sequence[Counters], seconds: float) -> float:
 
 
 def _told(
-    found: Found,
+    found: FoundStraggler,
     lost: float,
     edges: Sequence[float],
     by_rank: Mapping[int, Sequence[Counters]],

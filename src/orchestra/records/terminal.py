@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -14,8 +14,12 @@ from orchestra.errors import visible
 class Terminal(Console):
     """A console that leaves out control characters of texts, and takes no text for markup."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(highlight=False, markup=False, **more)
+    def __init__(
+        self, *, stderr: bool = False, width: int | None = None, no_color: bool | None = None
+    ) -> None:
+        super().__init__(
+            highlight=False, markup=False, stderr=stderr, width=width, no_color=no_color
+        )
 
     def on_broken_pipe(self) -> NoReturn:
         """Leave it to the command: a reader who has seen enough is no failure."""

@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
-from orchestra.report import numbers
+from orchestra.report import measures, numbers
 from orchestra.report.fairness import unequal_shares
-from orchestra.report.numbers import TIME_TO_TARGET, count, figure_text, listed, some, times
+from orchestra.report.measures import TIME_TO_TARGET
+from orchestra.report.numbers import count, figure_text, listed, some, times
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
+from orchestra.trainer.settings import Target
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """The `headline` answers the question; the rest adds details, reasons and caveats."""
+class ComparisonAnswer:
+    """The answer of a comparison, from which page, terminal and JSON speak.
+
+    The `headline` answers the question, and `first` is the row that it names as the best, or None
+    if it names no row; the rest adds details, reasons and caveats.
+    """
 
     headline: str
+    first: str | None = None
     detail: Sequence[str] = ()
     why: Sequence[str] = ()
     caveats: Sequence[str] = ()
 
 
-def answer(study: Study) -> Conclusion:
+def answer(study: Study) -> ComparisonAnswer:
     """Return the conclusion from the runs of `study`, as certain as the seeds allow and no more."""
     rows = study.completed
     if not rows:
-        return Conclusion(_nothing_completed(study))
-    reached = [row for row in rows if study.target and study.reached(row)]
-    if reached and not study.only_time:
-        headline, detail = _first_to_target(study, reached), _next_to_target(study, reached)
+        return ComparisonAnswer(_nothing_completed(study))
+    target = study.target
+    reached = [row for row in rows if target and study.reached(row)]
+    if target and reached and not study.only_time:
+        headline = _first_to_target(study, target, reached)
+        detail = _next_to_target(study, reached)
     else:
         headline, detail = _best_in_the_end(study, rows), _fastest(study)
     if study.differing:
         unlike = f"the runs differ in {some(list(study.differing))}"
         headline = f"this is not one fair comparison, for {unlike}: {headline}"
     parts = ([*detail, *_machines(study)], _why(study), _caveats(study))
-    return Conclusion(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
+    first = (reached or rows)[0].name
+    return ComparisonAnswer(
+        _sentence(headline), first, *([_sentence(text) for text in part] for part in parts)
+    )
 
 
 def _sentence(text: str) -> str:
@@ -47,23 +60,22 @@ def _sentence(text: str) -> str:
 def _nothing_completed(study: Study) -> str:
     records = [run.record for row in study.rows for run in row.runs]
     text = f"There is no answer: none of {count('run', len(records))} was completed"
-    for record in [record for record in records if record.status == "failed"][:1]:
-        cause = (record.failure or "unknown").partition("\n")[0].removesuffix(".")
-        text += f"; the first failure, of {record.name}: {cause}"
+    for record in [record for record in records if record.ending.status == "failed"][:1]:
+        cause = (record.ending.failure or "unknown").partition("\n")[0].removesuffix(".")
+        text += f"; the first failure, of {record.asked.name}: {cause}"
     return f"{text}."
 
 
 # Where runs reached the target
 
 
-def _first_to_target(study: Study, reached: Sequence[Row]) -> str:
+def _first_to_target(study: Study, target: Target, reached: Sequence[Row]) -> str:
     first = reached[0]
     # Rows are ranked by how often they reached the target before how soon: a strategy that gets
-    # there in one run of three is not first because that run was quick (decision 14).
+    # there in one run of three is not first because that run was quick.
     how = "first" if all(_time(first) <= _time(row) for row in reached) else "most often"
-    assert study.target is not None
-    target = numbers.target_text(study.target)
-    opening = f"{_row_text(study, first)} reached {target} {how}, {_after(study, first)}"
+    aim = measures.target_text(target)
+    opening = f"{_row_text(study, first)} reached {aim} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
         return f"{opening}; {_compared(study, first, others[0])}"
@@ -132,9 +144,8 @@ def _after(study: Study, row: Row) -> str:
 
 
 def _time(row: Row) -> float:
-    time = row.mean(TIME_TO_TARGET.read)
-    assert time is not None
-    return time
+    """Return the mean time to the target of a row that reached it."""
+    return statistics.fmean(row.values(TIME_TO_TARGET.read).values())
 
 
 # Where none did, or only time passed
@@ -149,8 +160,8 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     if study.only_time:
         text = f"these runs tell of time alone, and of no result; {text}"
     elif study.target:
-        samples = max(run.record.samples for run in study.runs)
-        target = numbers.target_text(study.target)
+        samples = max(run.record.learned.samples for run in study.runs)
+        target = measures.target_text(study.target)
         text = f"no strategy reached {target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
@@ -170,18 +181,18 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
 
 def _fastest(study: Study) -> Iterator[str]:
     """Compare the best distributed strategy with one process by samples a second."""
-    speeds = ((row, row.mean(numbers.PACE.read)) for row in study.completed)
+    speeds = ((row, row.mean(measures.PACE.read)) for row in study.completed)
     paced = [(row, speed) for row, speed in speeds if speed is not None]
-    # The fastest row of either kind, whatever its batch: the harder rival (decision 14)
+    # The rival is the fastest row of either kind, whatever its batch: the harder comparison.
     paced.sort(key=lambda entry: -entry[1])
     sides = [own[0] for own in grouped(paced, lambda entry: entry[0].single).values()]
-    texts = [(_row_text(study, row), row.text(numbers.PACE)) for row, _ in sides]
+    texts = [(_row_text(study, row), row.text(measures.PACE)) for row, _ in sides]
     if len(sides) == 1:
         yield f"{texts[0][0]} was the fastest with {texts[0][1]}; {_no_rival(sides[0][0])}"
     if len(sides) == 2:
         (fast, pace), (slow, slower) = sides
         (first, own), (second, other) = texts
-        verdict = _told_apart(study.between(fast, slow, numbers.PACE))
+        verdict = _told_apart(study.between(fast, slow, measures.PACE))
         end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
         ratio = times(pace / (slower or 1))
         yield f"by speed, {first} came to {own}, {ratio} as many as {second} ({other}): {end}"
@@ -189,16 +200,16 @@ def _fastest(study: Study) -> Iterator[str]:
 
 def _machines(study: Study) -> Iterator[str]:
     """Yield how well the best row used unlike nodes, and which row was the cheapest."""
-    for row in [row for row in study.completed if row.values(numbers.HETEROGENEOUS.read)][:1]:
-        alone, kind = row.record.alone, "nodes" if row.record.cluster else "ranks"
+    for row in [row for row in study.completed if row.values(measures.HETEROGENEOUS.read)][:1]:
+        alone, kind = row.record.machine.alone, "nodes" if row.record.asked.cluster else "ranks"
         text = (
             f"the {len(alone)} {kind} of {_row_text(study, row)} do "
             f"{figure_text(sum(alone.values()), 'samples/s')} if each works alone; together they "
-            f"came to {row.text(numbers.HETEROGENEOUS)} of that (heterogeneous efficiency)"
+            f"came to {row.text(measures.HETEROGENEOUS)} of that (heterogeneous efficiency)"
         )
-        if row.values(numbers.CONVERGENCE.read):
+        if row.values(measures.CONVERGENCE.read):
             text += (
-                f", and in time to the target to {row.text(numbers.CONVERGENCE)} of what their "
+                f", and in time to the target to {row.text(measures.CONVERGENCE)} of what their "
                 "speed is beside that of the fastest (convergence efficiency)"
             )
         yield text
@@ -223,22 +234,22 @@ def _why(study: Study) -> Iterator[str]:
             f"a worker of {row.name} spent {compute} of its time computing, {communicate} sending "
             f"and receiving, and {wait} waiting{_compute_beside(study, row)}"
         )
-    if sent := row.mean(numbers.SENT.read):
-        estimated = any(run.record.bytes_estimated for run in row.completed)
+    if sent := row.mean(measures.SENT.read):
+        estimated = any(run.record.traffic.estimated for run in row.completed)
         text = f"its ranks sent {figure_text(sent, 'MB')}{' (in part an estimate)' * estimated}"
-        if stale := row.mean(numbers.STALENESS.read):
+        if stale := row.mean(measures.STALENESS.read):
             text += f", and its gradients were {numbers.significant(stale)} updates old in the mean"
         yield text
     if slow := _stragglers_sentence(row):
         text = f"under {row.name}, {slow}"
-        yield text if len(row.runs) == 1 else f"{text}, with seed {row.record.seed}"
-    for balanced in [row for row in study.completed if row.record.batches][:1]:
+        yield text if len(row.runs) == 1 else f"{text}, with seed {row.record.asked.seed}"
+    for balanced in [row for row in study.completed if row.record.batching.changes][:1]:
         yield f"under {balanced.name} {_balanced(balanced.record)}"
 
 
 def _balanced(record: RunRecord) -> str:
     """Return how a balancing rule changed the batches of a run."""
-    (_, *first), *changes = record.batches
+    (_, *first), *changes = record.batching.changes
     if not changes:
         return "the workers were so alike that their batches stayed as they were"
     before, after = _range(first), _range(changes[-1][1:])
@@ -253,19 +264,19 @@ def _range(batches: Sequence[int]) -> str:
     return str(low) if low == high else f"between {low} and {high}"
 
 
-def _part(name: str) -> numbers.Read:
-    return lambda record: record.seconds.get(name)
+def _part(name: str) -> measures.Read:
+    return lambda record: record.time.worker.get(name)
 
 
 def _compute_beside(study: Study, row: Row) -> str:
-    """Return the compute time of the row beside that of one process on the same samples."""
+    """Return the compute time of the row, compared with one process on the same samples."""
     alike = (other for other in study.completed if other.single and other.ranks == row.ranks)
     single = next(alike, None)
     cores = row.source.environment.get("cores")
     parts = []
     # Ranks that share cores compute more slowly than one process with all of them: without a word
     # on that, the seconds beside each other would puzzle a reader.
-    if row.record.engine == "processes" and isinstance(cores, int) and row.ranks > cores:
+    if row.record.asked.engine == "processes" and isinstance(cores, int) and row.ranks > cores:
         parts.append(f"its {count('rank', row.ranks)} share {count('core', cores)}")
     ours = row.mean(_part("compute"))
     theirs = single.mean(_part("compute")) if single is not None else None
@@ -279,7 +290,7 @@ def _caveats(study: Study) -> Iterator[str]:
     if study.seeds == 1:
         yield "each row is one run: the spread over seeds is not known"
     yield from unequal_shares(study)
-    ended = [run.record.status for row in study.rows for run in row.runs]
+    ended = [run.record.ending.status for row in study.rows for run in row.runs]
     runs = count("run", len(ended))
     if failed := ended.count("failed"):
         yield f"{failed} of {runs} failed"
@@ -288,8 +299,8 @@ def _caveats(study: Study) -> Iterator[str]:
 
 
 def _stragglers_sentence(row: Row) -> str:
-    """Return a sentence on the stragglers of the first run of `row`; empty if there are none."""
-    found = row.record.slow_ranks
+    """Return a sentence on the stragglers of the first run of `row`; "" if it had no stragglers."""
+    found = row.record.machine.stragglers
     if not found:
         return ""
     first, *others = found
@@ -339,7 +350,7 @@ def _verdict(study: Study, first: Row, other: Row) -> str:
     """Return whether distributing paid, given that `first` was before `other`."""
     if study.differing:
         return "whether distributing pays does not follow"
-    # Otherwise the difference is one of batch and strategy together (decision 43)
+    # With unlike batches, the difference would be one of batch and strategy together.
     if other.global_batch != first.global_batch:
         return "with unlike batches, whether distributing pays does not follow"
     paid = "did not pay" if first.single else "paid"
@@ -349,7 +360,7 @@ def _verdict(study: Study, first: Row, other: Row) -> str:
 
 
 def _here(study: Study) -> str:
-    engines = {run.record.engine for row in study.rows for run in row.runs}
+    engines = {run.record.asked.engine for row in study.rows for run in row.runs}
     if len(engines) > 1 or "processes" in engines:
         return "on this machine"
     return f"on the {'simulated' if 'simulation' in engines else 'emulated'} cluster"

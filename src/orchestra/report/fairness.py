@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from orchestra.records.record import RunRecord
 from orchestra.records.report import NOTABLE
+from orchestra.records.store import RunStore
 from orchestra.report.numbers import count, figure_text, listed, percent, some
-from orchestra.report.rows import Row, Source, grouped
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 _STOPWATCH = (
@@ -43,29 +44,35 @@ def conditions(study: Study) -> list[Condition]:
     """Return the machine of real processes; of simulated runs the cluster and the cost model."""
     records = study.records
     kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
-    clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
+    clusters = [
+        Condition(kinds[r.asked.engine], r.asked.cluster) for r in records if r.asked.cluster
+    ]
     costs = [
-        Condition("cost model", costs_text(record), bool(record.costs_doubts))
+        Condition("cost model", costs_text(record), bool(record.machine.costs_doubts))
         for record in records
-        if record.costs
+        if record.machine.costs
     ]
     machines = []
     for source in study.sources:
         # Emulated runs take this machine's time, too; a simulation's seconds do not depend on it
-        real = [run.record for run in source.runs if run.record.engine != "simulation"]
+        real = [run.record for run in source.runs if run.record.asked.engine != "simulation"]
         if real and (text := machine_text(source)):
-            if busy := [r.busy_with_others for r in real if r.busy_with_others is not None]:
+            if busy := [
+                r.machine.busy_with_others for r in real if r.machine.busy_with_others is not None
+            ]:
                 text += f"; other programs took at most {percent(max(busy))} of its processor time"
-            machines.append(Condition("machine", text, any(record.disturbed for record in real)))
+            machines.append(
+                Condition("machine", text, any(record.machine.disturbed for record in real))
+            )
     return [*dict.fromkeys([*clusters, *costs]), *machines]
 
 
 def costs_text(record: RunRecord) -> str:
     """Return the cost model of a simulated run in one line."""
-    return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
+    return f"{record.machine.costs}{'; NOT to be trusted' * bool(record.machine.costs_doubts)}"
 
 
-def machine_text(source: Source) -> str:
+def machine_text(source: RunStore) -> str:
     """Return the processor of a source and its cores; empty if unknown."""
     processor, cores = (source.environment.get(key) for key in ("processor", "cores"))
     return f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
@@ -74,15 +81,17 @@ def machine_text(source: Source) -> str:
 def doubts(study: Study) -> Iterator[str]:
     """Yield the reasons not to trust seconds; none if there is no reason."""
     records = study.records
-    for reasons in filter(None, dict.fromkeys(tuple(record.costs_doubts) for record in records)):
+    for reasons in filter(
+        None, dict.fromkeys(tuple(record.machine.costs_doubts) for record in records)
+    ):
         yield (
             "The cost model is not to be trusted, nor are simulated seconds: when measured, "
             f"{'; '.join(reasons)}. Calibrate again on a quiet machine."
         )
-    disturbed = [record for record in records if record.disturbed]
+    disturbed = [record for record in records if record.machine.disturbed]
     if disturbed:
-        most = max(record.busy_with_others or 0.0 for record in disturbed)
-        names = some(list(dict.fromkeys(record.name for record in disturbed)))
+        most = max(record.machine.busy_with_others or 0.0 for record in disturbed)
+        names = some(list(dict.fromkeys(record.asked.name for record in disturbed)))
         yield (
             f"The machine was busy: in {len(disturbed)} of {count('run', len(records))} ({names}) "
             f"other programs took more than {percent(NOTABLE)} of its processor time, at most "
@@ -133,7 +142,7 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
         yield f"Nearly the same number of samples: {least} to {most}, as the last steps fell."
     parts = [
         f"for each of {number} ({names(group)})"
-        for number, group in _grouped(rows, lambda row: row.record.workers)
+        for number, group in _grouped(rows, lambda row: row.record.asked.workers)
         if number > 1 and len(group) > 1
     ]
     if parts:
@@ -143,7 +152,7 @@ def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
         "equal": "Each worker has an equal part of the samples, though nobody waits for it",
     }
     for kind, rule in rules.items():
-        if group := [row for row in rows if row.record.work == kind]:
+        if group := [row for row in rows if row.record.pacing.work == kind]:
             yield f"{rule} ({names(group)})."
 
 
@@ -152,22 +161,24 @@ def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
     groups = _grouped(rows, lambda row: row.global_batch)
     if len(groups) == 1:
         yield f"The same global batch: {groups[0][0]} samples in every row."
-        if len({row.record.steps for row in rows}) == 1:
-            yield f"The same number of steps: {rows[0].record.steps}."
+        if len({row.record.learned.steps for row in rows}) == 1:
+            yield f"The same number of steps: {rows[0].record.learned.steps}."
     elif groups:
-        own = {batch for row in rows if not row.single for batch in row.record.worker_batches}
+        own = {
+            batch for row in rows if not row.single for batch in row.record.batching.worker_batches
+        }
         if len(own) == 1:
             yield f"The same batch for each worker: {own.pop()} samples."
         if not list(_unlike_batches(rows)):
             parts = (f"{batch} ({names(group)})" for batch, group in groups)
             yield f"The global batch, in samples: {'; '.join(parts)}."
-    if apart := [row for row in rows if row.record.synchronous is False]:
+    if apart := [row for row in rows if row.record.pacing.synchronous is False]:
         yield (
             f"Under {names(apart)} not every update is made of a whole global batch, which there "
             "is the workers' batches added up."
         )
-    weighted = [row for row in rows if row.record.shares]
-    for shares, group in _grouped(weighted, lambda row: tuple(row.record.shares)):
+    weighted = [row for row in rows if row.record.batching.shares]
+    for shares, group in _grouped(weighted, lambda row: tuple(row.record.batching.shares)):
         weights = f"from {min(shares):g} to {max(shares):g}"
         yield f"Parts by the measured speed of the ranks, weighted {weights} ({names(group)})."
 
@@ -176,16 +187,18 @@ def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
     """Yield the resources of the processes: their number, threads and nodes."""
     budgets = _grouped(rows, lambda row: row.ranks)
     for ranks, members in budgets:
-        spending = [r for r in members if r.record.servers and r.record.workers < r.ranks]
+        spending = [
+            r for r in members if r.record.asked.servers and r.record.asked.workers < r.ranks
+        ]
         # Dedicated servers are paid for from the budget, as the workers are
         inside = "".join(
             f"; {number} of them servers under {_names(group)}"
-            for number, group in _grouped(spending, lambda row: row.record.servers)
+            for number, group in _grouped(spending, lambda row: row.record.asked.servers)
         )
         yield f"A budget of {count('rank', ranks)}, dedicated servers included{inside}."
     if len(budgets) > 1:
         yield "Each row is measured against one process with the same budget and global batch."
-    by_rank = {row.name: row.record.threads_by_rank or [row.record.threads] for row in rows}
+    by_rank = {row.name: row.record.threads_by_rank or [row.record.machine.threads] for row in rows}
     by_threads = _grouped(rows, lambda row: (min(by_rank[row.name]), max(by_rank[row.name])))
     most_rows = max((group for _, group in by_threads), key=len, default=[])
     parts = []
@@ -195,13 +208,15 @@ def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
         parts.append(f"{_from_to(*own)} ({'the others' if others else names(group)})")
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
-    nodes = [f"{node} ({names([row])})" for row in rows if (node := row.record.node) is not None]
+    nodes = [
+        f"{node} ({names([row])})" for row in rows if (node := row.record.machine.node) is not None
+    ]
     if nodes:
         yield f"One process on one node of the cluster: {'; '.join(nodes)}."
 
 
 def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
-    samples = [run.record.samples for row in rows for run in row.completed]
+    samples = [run.record.learned.samples for row in rows for run in row.completed]
     return min(samples, default=0), max(samples, default=0)
 
 
@@ -253,7 +268,7 @@ def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
     Larger batches on more ranks are what a comparison of several numbers of ranks is about.
     """
     for _, group in _grouped(rows, lambda row: row.ranks):
-        alike = _grouped(group, lambda row: (row.global_batch, row.record.steps))
+        alike = _grouped(group, lambda row: (row.global_batch, row.record.learned.steps))
         if len({batch for (batch, _), _ in alike}) > 1:
             parts = [
                 f"{batch} samples in each of {count('step', steps)} "
@@ -268,7 +283,9 @@ def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
-    by_seeds = grouped(rows, lambda row: tuple(sorted(run.record.seed for run in row.completed)))
+    by_seeds = grouped(
+        rows, lambda row: tuple(sorted(run.record.asked.seed for run in row.completed))
+    )
     # Rows whose seeds differ are compared over fewer pairs than their means suggest
     if len(by_seeds) > 1:
         parts = [
@@ -282,8 +299,12 @@ def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
     least, most = _range_of_samples(rows)
     if most - least > _NEARLY * most:
         yield f"Not the same number of samples: from {least} to {most}."
-    for what, read in (("engine", "engine"), ("split of the data to judge by", "judged_on")):
-        values = sorted({str(getattr(run.record, read)) for row in rows for run in row.completed})
+    asked = [run.record.asked for row in rows for run in row.completed]
+    for what, found in (
+        ("engine", {each.engine for each in asked}),
+        ("split of the data to judge by", {each.judged_on for each in asked}),
+    ):
+        values = sorted(found)
         if len(values) > 1:
             yield f"Not the same {what}: {listed(values)}."
 
@@ -308,16 +329,20 @@ def unequal_shares(study: Study) -> Iterator[str]:
 
 def _gain(row: Row) -> tuple[float, float] | None:
     """Return the seconds of a step's gradients, now and at best; None if the gain is too small."""
-    batches = row.record.worker_batches
+    batches = row.record.batching.worker_batches
     # Nobody waits for the slowest, or the parts follow the speeds already
-    if not row.record.steps_together or row.record.shares or row.record.batches:
+    if (
+        not row.record.pacing.steps_together
+        or row.record.batching.shares
+        or row.record.batching.changes
+    ):
         return None
-    workers = [rank for rank in row.record.by_rank if rank["role"] == "worker"]
-    seconds = [rank["seconds"]["compute"] for rank in workers]
+    workers = [rank for rank in row.record.machine.by_rank if rank.role == "worker"]
+    seconds = [rank.seconds["compute"] for rank in workers]
     if len(workers) != len(batches) or len(workers) < 2 or not all(seconds):
         return None
     # As measured in this run; the ranks' sharing of cores is in it
-    speeds = [rank["samples"] / spent for rank, spent in zip(workers, seconds, strict=True)]
+    speeds = [rank.samples / spent for rank, spent in zip(workers, seconds, strict=True)]
     if not all(speeds):
         return None
     now = max(batch / speed for batch, speed in zip(batches, speeds, strict=True))
@@ -332,7 +357,7 @@ def _tuning(study: Study) -> list[str]:
     return [f"{text} ({folder.name})" for folder, text in texts.items()]
 
 
-def _tuning_of(source: Source) -> str:
+def _tuning_of(source: RunStore) -> str:
     if not source.tuning:
         optimizer = source.experiment.get("optimizer", "the same optimizer")
         return (

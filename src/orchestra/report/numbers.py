@@ -1,23 +1,17 @@
-"""The figures by which runs are measured, and the formatting of numbers for readers."""
+"""Numbers for readers, and differences between those of runs."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from orchestra.cluster.units import BYTES
-from orchestra.errors import InputError
-from orchestra.records.record import RunRecord
-from orchestra.records.report import is_rising
-from orchestra.trainer.settings import Target
 
 CONFIDENCE = 0.95
 THIN = "\u202f"  # between thousands, and before a unit: it neither breaks nor gapes
 MINUS = "\u2212"
-METRIC = "metrics."  # the prefix of the keys of measures that are metrics of the final parameters
 
 
 def count(noun: str, number: int) -> str:
@@ -31,8 +25,8 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
     `sign` is for differences: they have a plus as well, may read as zero, and zero has no sign.
     """
     if abs(value) < 0.5 * 10.0**-decimals:
-        # A figure of 1e-7 is something; a difference of 1e-7 beside a column of seconds is noise,
-        # and with digits of its own would look like a finding (decision 14).
+        # A difference of 1e-7 in a column of seconds is noise; with more decimals than its column
+        # it would look like a finding.
         if value and not sign:
             return significant(value, 2)
         value, sign = 0.0, False
@@ -134,7 +128,7 @@ def ranges(ranks: Iterable[int]) -> list[str]:
     return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
 
 
-# Differences, and what is measured
+# Differences
 
 
 @dataclass(frozen=True)
@@ -185,8 +179,8 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     The interval is Student's t over the differences, at 95 %. It assumes that they are about
     normal, and takes nothing as known of the two spreads.
     """
-    # Runs of one seed share initial parameters and the order of samples: what is left is the
-    # strategy and the machine (decision 14).
+    # Runs of one seed share initial parameters and the order of samples. Their difference is due to
+    # the strategy and the machine.
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if len(differences) < 2:
         return Difference(differences[0], None, None, 1) if differences else None
@@ -196,117 +190,3 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
     half = quantile * statistics.stdev(differences) / math.sqrt(n)
     return Difference(middle, middle - half, middle + half, n)
-
-
-Read = Callable[[RunRecord], float | None]  # a figure of a record; None where the run has none
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A figure of a run."""
-
-    key: str
-    title: str
-    unit: str
-    read: Read
-    rising: bool | None = None  # more is better; False: less is; None: neither
-    digits: int = 3
-    resolution: Read | None = None  # how much earlier the true one may be, if read at snapshots
-
-    def order(self, value: float) -> float:
-        """Return `value` so that the smallest is the best."""
-        return -value if self.rising else value
-
-
-def _spacing(record: RunRecord) -> float | None:
-    after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
-    # The target was reached somewhere between two snapshots, and is read at the later one
-    return None if after is None or reached is None else reached - after
-
-
-def _field(key: str, unit: float = 1.0) -> Read:
-    def read(record: RunRecord) -> float | None:
-        value = getattr(record, key)
-        return None if value is None else value / unit
-
-    return read
-
-
-def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
-    """Return the measure of what was spent until the target, with its resolution in proportion."""
-    read = _field(key, unit)
-
-    def resolution(record: RunRecord) -> float | None:
-        value, spacing, reached = read(record), _spacing(record), record.time_to_target_seconds
-        if value is None or spacing is None or not reached:
-            return None
-        # As if it were spent at a constant rate until the target
-        return value * spacing / reached
-
-    return Measure(key, title, name, read, False, resolution=resolution)
-
-
-def _efficiency(kind: str) -> Measure:
-    def read(record: RunRecord) -> float | None:
-        part = getattr(record, f"{kind}_efficiency")
-        # With equal nodes it would be the efficiency that the table has as speed
-        return 100 * part if part is not None and record.mixed else None
-
-    return Measure(f"{kind}_efficiency", f"{kind} efficiency", "%", read, True)
-
-
-def _staleness(which: str, title: str) -> Measure:
-    def read(record: RunRecord) -> float | None:
-        return None if record.staleness is None else record.staleness[which]
-
-    return Measure(f"staleness_{which}", title, "updates", read, False)
-
-
-def _measure(
-    key: str, title: str, unit: str, per: float = 1.0, rising: bool = False, **more: Any
-) -> Measure:
-    return Measure(key, title, unit, _field(key, per), rising, **more)
-
-
-TIME_TO_TARGET = _measure("time_to_target_seconds", "time to target", "s", resolution=_spacing)
-TRAIN = _measure("train_seconds", "training", "s")
-PACE = _measure("samples_per_second", "speed", "samples/s", rising=True)
-SETUP = _measure("setup_seconds", "set-up", "s")
-SENT = _measure("bytes_sent", "sent", "MB", 1e6)
-STALENESS = _staleness("mean", "staleness, mean")
-STALEST = _staleness("max", "largest")
-FINAL_LOSS = _measure("final_loss", "final loss", "", digits=4)
-HETEROGENEOUS = _efficiency("heterogeneous")
-CONVERGENCE = _efficiency("convergence")
-ENERGY = _measure("energy_joules", "energy", "kJ", 1e3)
-ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ", 1e3)
-OF_RUNS = (TRAIN, PACE, SETUP, SENT)
-OF_STALENESS = (STALENESS, STALEST)
-OF_UNLIKE_NODES = (HETEROGENEOUS, CONVERGENCE)
-OF_ENERGY = (ENERGY_TO_TARGET, ENERGY)
-
-
-def costs_in(currency: str) -> tuple[Measure, Measure]:
-    """Return the measures of the costs in `currency`: until the target, and of the whole run."""
-    to_target = _to_target("cost_to_target", "cost to target", currency)
-    return to_target, _measure("cost", "cost", currency)
-
-
-def target_of(experiment: Mapping[str, Any]) -> Target | None:
-    """Return the target of an experiment; None where it has none."""
-    target = experiment.get("target")
-    try:
-        return Target(**target) if isinstance(target, Mapping) else None
-    except (InputError, TypeError):
-        return None
-
-
-def target_text(target: Target) -> str:
-    """Return a target as part of a sentence: "accuracy 0.9", "loss ≤ 0.3"."""
-    return f"{target.metric} {'' if target.rising else '≤ '}{target.bound:g}"
-
-
-def final_metric(name: str, target: Target | None) -> Measure:
-    """Return the metric `name` of the final parameters."""
-    rising = target.rising if target is not None and target.metric == name else is_rising(name)
-    return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

@@ -6,7 +6,7 @@ import base64
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,20 @@ import vl_convert
 from markupsafe import Markup, escape
 
 from orchestra.errors import InputError, visible
-from orchestra.records.record import write_atomically
+from orchestra.records.files import write_atomically
+from orchestra.records.record import RunRecord
 from orchestra.records.report import StragglerFinding, changes_in
-from orchestra.report.answer import answer
+from orchestra.records.store import RunStore, collect
+from orchestra.report.answer import ComparisonAnswer, answer
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, figure_text, listed, percent, significant, times
-from orchestra.report.rows import Source, collect, grouped
+from orchestra.report.rows import grouped
+from orchestra.report.sheet import NONE, Cell, Column, Sheet, csv_text, latex_text
 from orchestra.report.study import Study
-from orchestra.report.table import csv_text, latex_text, plain_figures, table, verdicts
+from orchestra.report.table import figures_sheet, plain_figures, table, techniques_sheet
+from orchestra.settings.base import to_plain
 from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
@@ -47,7 +51,10 @@ SECTIONS = {
 """Titles of the sections that figures belong to, in their order."""
 HEAD = "cluster"  # the section of those figures that stand beside the answer
 PAGE = "report.html"
-TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
+TABLES: Mapping[str, tuple[str, Callable[[Study], str]]] = {
+    "csv": ("table.csv", lambda study: csv_text(figures_sheet(study))),
+    "latex": ("table.tex", lambda study: latex_text(table(study).sheet)),
+}
 """The other formats in which the table of a report can be written."""
 
 
@@ -59,14 +66,16 @@ def write_report(
     Args:
         baseline: the label, or the name in the report, of the row that differences are taken from;
             without it one process with all cores.
-        tables: "csv" for a `table.csv` beside the page, "latex" for a `table.tex`.
+        tables: "csv" for a `table.csv` in the same folder as the page, "latex" for a `table.tex`.
 
-    Returns the path of `report.html`; the images lie beside it in `figures`. What was there is
-    replaced, each file whole or not at all. Raises `InputError` for a folder that is none of a
-    run, where there is no run yet, and for an unknown baseline.
+    Returns the path of `report.html`; the images lie in the folder `figures` next to it. Earlier
+    files are replaced, each file whole or not at all. Raises `InputError` for a folder that is not
+    a run's, where there is no run yet, and for an unknown baseline.
     """
     study = Study(collect(folders), baseline)
     drawn = figures(study)
+    # Nothing is written where a file turns out to be damaged
+    text = page(study, drawn, out)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,42 +84,43 @@ def write_report(
     for figure in drawn:
         save(figure, out / "figures")
     for kind in tables:
-        name, text = TABLES[kind]
-        write_atomically(out / name, text(study))
-    write_atomically(out / PAGE, page(study, drawn, out))
+        name, written = TABLES[kind]
+        write_atomically(out / name, written(study))
+    write_atomically(out / PAGE, text)
     return out / PAGE
 
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """Return the text of the page that is to lie in `out`, beside the images of `figures`."""
+    """Return the text of the page that is to lie in `out`, together with images of `figures`."""
     others = (figure for figure in figures if figure.section != HEAD)
     below = grouped(others, lambda figure: SECTIONS[figure.section])
     sections = {title: below[title] for title in dict.fromkeys(SECTIONS.values()) if title in below}
-    found = _endings(study)
+    said, found, techniques = answer(study), _endings(study), techniques_sheet(study)
     return (
         templates()
         .get_template("page.html")
         .render(
             title=", ".join(dict.fromkeys(source.name for source in study.sources)),
             study=study,
-            answer=answer(study),
+            answer=said,
             conditions=conditions(study),
             clusters=[figure for figure in figures if figure.section == HEAD],
             fairness=fairness(study),
             table=table(study),
-            verdicts=list(verdicts(study)),
+            techniques=techniques,
+            searched=any(column.key == "break_even" for column in techniques.columns),
             sections=sections,
             captions=_captions(sections),
             lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
-            stragglers=list(_stragglers(study)),
-            switched=list(_switched(study)),
+            stragglers=_stragglers(study),
+            switched=_switched(study),
             troubles=list(_troubles(study)),
-            tuned=[source for source in study.sources if source.tuning],
+            tuned=[(source, _trials(source)) for source in study.sources if source.tuning],
             traces=list(_traces(study, out)),
             methods=list(map(_method, study.sources)),
             endings=found,
             agreement=_agreement(list(found.values())),
-            data=_data(study),
+            data=_data(study, said),
             specs={figure.name: for_page(figure.spec) for figure in figures},
             library=library(),
         )
@@ -164,10 +174,10 @@ def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
     return captions
 
 
-def _data(study: Study) -> Mapping[str, Any]:
+def _data(study: Study, said: ComparisonAnswer) -> Mapping[str, Any]:
     rows = [
         {
-            "name": row.name, "label": row.label, "strategy": row.record.strategy,
+            "name": row.name, "label": row.label, "strategy": row.record.asked.strategy,
             "ranks": row.ranks, "figures": plain_figures(study, row),
             "runs": [run.record.summary() for run in row.runs],
         }
@@ -175,7 +185,8 @@ def _data(study: Study) -> Mapping[str, Any]:
     ]  # fmt: skip
     aim = study.target
     target = aim and {"metric": aim.metric, "bound": aim.bound, "rising": aim.rising}
-    return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
+    about = {"schema": SCHEMA, "target": target, "baseline": study.baseline}
+    return {**about, "answer": to_plain(said), "rows": rows}
 
 
 def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
@@ -185,7 +196,7 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
     """
     room = ROOM
     for row in study.ranked:
-        paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
+        paths = {run.record.asked.seed: run.trace for run in row.runs if run.trace is not None}
         if not paths:
             continue
         copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
@@ -198,22 +209,34 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
         yield {"name": row.name, "links": links, "trace": copy if fits else None}
 
 
-def _stragglers(study: Study) -> Iterator[tuple[str, int, str, str, str, str, str, str]]:
-    """Yield the stragglers of all completed runs, in each run those first that cost most.
-
-    Of each the row, the seed, who it was, how many times as long it took, the cause, since and
-    until when, and what the others lost; of those beyond the first few only how many they are.
-    """
+def _stragglers(study: Study) -> Sheet:
+    """Return the stragglers of all completed runs, in each run those first that cost most; of those
+    beyond the first few only how many they are."""
+    titles = {
+        "strategy": "strategy",
+        "seed": "seed",
+        "who": "who",
+        "took": "took",
+        "cause": "because of",
+        "since": "since",
+        "until": "until",
+        "lost": "lost",
+    }
+    figures = ("seed", "took", "lost")
+    columns = [Column(key, title, words=key not in figures) for key, title in titles.items()]
+    lines: list[tuple[str, ...]] = []
     for row in study.completed:
         for record in (run.record for run in row.completed):
-            found = record.slow_ranks
+            found, seed = record.machine.stragglers, str(record.asked.seed)
             for each in found[:MOST]:
                 since = _moment(each.since_seconds, each.since_step)
                 until = _moment(each.until_seconds, each.until_step)
                 about = each.who, times(each.factor), each.cause, since, until, _lost([each])
-                yield row.name, record.seed, *about
+                lines.append((row.name, seed, *about))
             if more := found[MOST:]:
-                yield row.name, record.seed, f"and {len(more)} more", "", "", "", "", _lost(more)
+                rest = f"and {len(more)} more", *[""] * 4, _lost(more)
+                lines.append((row.name, seed, *rest))
+    return Sheet(columns, [[*map(Cell, line)] for line in lines])
 
 
 def _moment(seconds: float | None, step: int | None) -> str:
@@ -227,8 +250,70 @@ def _lost(found: Sequence[StragglerFinding]) -> str:
     return figure_text(lost, "s") if lost else "nothing"
 
 
+def _switched(study: Study) -> Sheet:
+    """Return the switches of each completed run of a strategy that may switch."""
+    columns = [
+        Column("strategy", "strategy", words=True),
+        Column("seed", "seed"),
+        Column("what", "what happened", words=True),
+    ]
+    lines = [
+        [Cell(row.name), Cell(str(run.record.asked.seed)), Cell(what)]
+        for row in study.rows
+        if row.record.pacing.switches is True
+        for run in row.completed
+        for what in _changes(run.record)
+    ]
+    return Sheet(columns, lines)
+
+
+def _changes(record: RunRecord) -> list[str]:
+    """Return in words when a run changed its strategy, or that it never did."""
+    switching = record.switching
+    if changes := changes_in(switching.decisions):
+        return [f"switched {text}" for text in changes]
+    what = "never switched"
+    if switching.decisions:
+        what += f" in {len(switching.decisions)} decisions"
+    if switching.at_step is not None:
+        what = f"switched after step {switching.at_step}"
+        if switching.at_sample and record.learned.samples:
+            share = percent(switching.at_sample / record.learned.samples)
+            what += f", after {share} of the samples"
+    return [what]
+
+
+def _trials(source: RunStore) -> Sheet:
+    """Return the trials of a comparison's tuning, the chosen ones marked."""
+    tuning = source.tuning
+    columns = [
+        Column("strategy", "strategy", words=True),
+        Column("ranks", "ranks"),
+        Column("settings", "settings", words=True),
+        Column("score", tuning["metric"]),
+        Column("loss", "loss"),
+        Column("chosen", "chosen"),
+    ]
+    lines = []
+    for choice in tuning["choices"]:
+        for trial in choice["trials"]:
+            score, loss = trial["score"], trial["loss"]
+            chosen = trial["trial"] == choice["chosen"]
+            settings = ", ".join(f"{key} {value}" for key, value in trial["settings"].items())
+            shown = trial["status"] if score is None else significant(score, 4)
+            lines.append([
+                Cell(choice["name"], verdict="chosen" * chosen),
+                Cell(str(choice["ranks"])),
+                Cell(settings),
+                Cell(shown, value=score),
+                Cell(NONE if loss is None else significant(loss, 4)),
+                Cell("chosen" * chosen),
+            ])  # fmt: skip
+    return Sheet(columns, lines)
+
+
 @dataclass(frozen=True)
-class Event:
+class Trouble:
     """Something that befell a run: `what`, and a text, whose first line says most."""
 
     name: str
@@ -237,37 +322,22 @@ class Event:
     text: str = ""
 
 
-def _switched(study: Study) -> Iterator[Event]:
-    """Yield the switches of each completed run of a strategy that may switch."""
-    for row in study.rows:
-        for record in (run.record for run in row.completed if row.record.switches is True):
-            if changes := changes_in(record.decisions):
-                yield from (Event(row.name, record.seed, f"switched {text}") for text in changes)
-                continue
-            what, consumed = "never switched", record.switched_at_sample
-            if record.decisions:
-                what += f" in {len(record.decisions)} decisions"
-            if record.switched_at_step is not None:
-                what = f"switched after step {record.switched_at_step}"
-                if consumed and record.samples:
-                    what += f", after {percent(consumed / record.samples)} of the samples"
-            yield Event(row.name, record.seed, what)
-
-
-def _troubles(study: Study) -> Iterator[Event]:
+def _troubles(study: Study) -> Iterator[Trouble]:
     """Yield failures, stops, rows that were not run, and notices."""
     records = [(row.name, run.record) for row in study.rows for run in row.runs]
     for name, record in records:
-        if record.status == "failed":
-            yield Event(name, record.seed, "failed", record.failure or "unknown")
-        elif record.status != "completed":
-            yield Event(name, record.seed, record.status, "before its end")
+        if record.ending.status == "failed":
+            yield Trouble(name, record.asked.seed, "failed", record.ending.failure or "unknown")
+        elif record.ending.status != "completed":
+            yield Trouble(name, record.asked.seed, record.ending.status, "before its end")
     for entry in (entry for source in study.sources for entry in source.not_run):
-        yield Event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
+        yield Trouble(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
     for name, record in records:
-        for rank, reason in record.left_out.items():
-            yield Event(name, record.seed, f"went on without rank {rank}", reason)
-        yield from (Event(name, record.seed, "notice", notice) for notice in record.notices)
+        for rank, reason in record.ending.left_out.items():
+            yield Trouble(name, record.asked.seed, f"went on without rank {rank}", reason)
+        yield from (
+            Trouble(name, record.asked.seed, "notice", notice) for notice in record.ending.notices
+        )
 
 
 def _endings(study: Study) -> dict[int, dict[str, tuple[str, ...]]]:
@@ -275,8 +345,8 @@ def _endings(study: Study) -> dict[int, dict[str, tuple[str, ...]]]:
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     for row in study.rows:
         for record in (run.record for run in row.completed):
-            if digest := record.parameters_sha256:
-                of_seed = found.setdefault(record.seed, {})
+            if digest := record.learned.parameters_sha256:
+                of_seed = found.setdefault(record.asked.seed, {})
                 of_seed[digest] = (*of_seed.get(digest, ()), row.name)
     return dict(sorted(found.items()))
 
@@ -294,7 +364,7 @@ def _agreement(endings: Sequence[Mapping[str, tuple[str, ...]]]) -> str:
     return f"Bit for bit the same final parameters under every seed: {text}."
 
 
-def _method(source: Source) -> dict[str, Any]:
+def _method(source: RunStore) -> dict[str, Any]:
     """Return how the runs of a source were made, and the commands to do so and to repeat it."""
     command = source.environment.get("command") or []
     several = len(source.runs) > 1 or source.tuning or source.not_run
@@ -307,21 +377,24 @@ def _method(source: Source) -> dict[str, Any]:
     }
 
 
-def _facts(source: Source) -> Iterator[tuple[str, str]]:
+def _facts(source: RunStore) -> Iterator[tuple[str, str]]:
     experiment, environment = source.experiment, source.environment
     records = [run.record for run in source.runs]
-    completed = [record for record in records if record.status == "completed"]
+    completed = [record for record in records if record.ending.status == "completed"]
     yield "task and model", str(experiment.get("task", "not known"))
     epochs = experiment.get("epochs")
     if completed and isinstance(epochs, int):
         # The task may not be importable where the report is made; the records know the samples
-        samples = max(record.samples for record in completed) // epochs
+        samples = max(record.learned.samples for record in completed) // epochs
         yield "training data", f"{samples} samples a pass; passes: {epochs}"
     if completed:
-        yield "final figures on", f"the {listed(sorted({r.judged_on for r in completed}))} data"
+        yield (
+            "final figures on",
+            f"the {listed(sorted({r.asked.judged_on for r in completed}))} data",
+        )
     yield from _batches(source)
-    yield "seeds", ", ".join(map(str, sorted({record.seed for record in records})))
-    engines = sorted({record.engine for record in records})
+    yield "seeds", ", ".join(map(str, sorted({record.asked.seed for record in records})))
+    engines = sorted({record.asked.engine for record in records})
     yield "engine", listed(engines)
     threads = sorted({n for record in records for n in record.threads_by_rank})
     if threads:
@@ -336,15 +409,19 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "versions", ", ".join(versions)
 
 
-def _batches(source: Source) -> Iterator[tuple[str, str]]:
+def _batches(source: RunStore) -> Iterator[tuple[str, str]]:
     whole = "the global batch: workers together process ranks x batch_size samples a step"
     if (held := source.experiment.get("equal")) is not None:
         yield "held equal", "the batch of each worker" if held == "worker_batch" else whole
     names: dict[str, dict[str, None]] = {}
     for record in (run.record for run in source.runs):
-        if record.status == "completed" and record.worker_batches:
-            of_worker = worker_batch(record.worker_batches)
-            parts = f"{record.global_batch} samples", of_worker, count("step", record.steps)
-            names.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
+        if record.ending.status == "completed" and record.batching.worker_batches:
+            of_worker = worker_batch(record.batching.worker_batches)
+            parts = (
+                f"{record.batching.global_batch} samples",
+                of_worker,
+                count("step", record.learned.steps),
+            )
+            names.setdefault(", ".join(filter(None, parts)), {})[record.asked.name] = None
     if names:
         yield "global batches", "; ".join(f"{t} ({listed([*own])})" for t, own in names.items())

@@ -9,9 +9,11 @@ from functools import cached_property
 
 from orchestra.errors import InputError, nearest
 from orchestra.records.record import RunRecord
-from orchestra.report import numbers
-from orchestra.report.numbers import FINAL_LOSS, METRIC, TIME_TO_TARGET, Difference, Measure
-from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
+from orchestra.records.store import RunFolder, RunStore
+from orchestra.report import measures, numbers
+from orchestra.report.measures import FINAL_LOSS, METRIC, TIME_TO_TARGET, Measure
+from orchestra.report.numbers import Difference
+from orchestra.report.rows import Row, common_settings, grouped, numbered, rows_of
 from orchestra.trainer.settings import Target
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
@@ -58,7 +60,7 @@ class Study:
     `InputError` is raised if there is no such row.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[RunStore]
     baseline: str | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Study:
         return [row for row in self.ranked if row.completed]
 
     @property
-    def runs(self) -> list[RunData]:
+    def runs(self) -> list[RunFolder]:
         """All completed runs."""
         return [run for row in self.completed for run in row.completed]
 
@@ -97,18 +99,18 @@ class Study:
     @cached_property
     def target(self) -> Target | None:
         """The target of all runs; None if they had none or different ones."""
-        targets = {numbers.target_of(source.experiment) for source in self.sources}
+        targets = {measures.target_of(source.experiment) for source in self.sources}
         # A time to target beside that to another one would be compared all the same
         return targets.pop() if len(targets) == 1 else None
 
     @cached_property
-    def differing(self) -> dict[str, list[tuple[Source, object]]]:
+    def differing(self) -> dict[str, list[tuple[RunStore, object]]]:
         """The settings in which the sources differ, each with their values; empty if it is fair.
 
         A record from before there was a setting says nothing about it. Of no concern are settings
         that make no run better or worse.
         """
-        known: dict[str, list[tuple[Source, object]]] = {}
+        known: dict[str, list[tuple[RunStore, object]]] = {}
         for source in self.sources:
             for key, value in common_settings(source.experiment).items():
                 # How often a run is saved, or waits for a silent rank, changes no figure
@@ -123,7 +125,9 @@ class Study:
         """True if nothing was computed: runs of shapes, which have no final figures."""
         # Shapes compute nothing, so their runs have no hash of parameters either
         return bool(self.records) and not any(
-            record.metrics or record.final_loss is not None or record.parameters_sha256
+            record.learned.metrics
+            or record.learned.loss is not None
+            or record.learned.parameters_sha256
             for record in self.records
         )
 
@@ -133,34 +137,36 @@ class Study:
         the loss; none where only time passed."""
         if self.only_time:
             return []
-        names = dict.fromkeys(name for record in self.records for name in record.metrics)
+        names = dict.fromkeys(name for record in self.records for name in record.learned.metrics)
         wanted = self.target.metric if self.target else None
         in_order = sorted(names, key=lambda name: name != wanted)
         # The loss is a field of the record, and stands at the end
-        metrics = [numbers.final_metric(n, self.target) for n in in_order if n != "loss"]
+        metrics = [measures.final_metric(n, self.target) for n in in_order if n != "loss"]
         return [*metrics, FINAL_LOSS]
 
     @cached_property
     def primary(self) -> Measure:
-        """The measure by which final parameters are ranked; the speed if there are none."""
+        """The first measure of the final parameters that can rank runs; the speed without one."""
         ranking = (measure for measure in self.finals if measure.rising is not None)
-        return next(ranking, numbers.PACE)
+        return next(ranking, measures.PACE)
 
     @cached_property
     def measures(self) -> list[Measure]:
         """All measures of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
-        runs = (*numbers.OF_RUNS, *self._known(numbers.OF_STALENESS))
+        runs = (*measures.OF_RUNS, *self._known(measures.OF_STALENESS))
         return [*first, *self.finals, *runs, *self.of_machines]
 
     @cached_property
     def of_machines(self) -> list[Measure]:
         """The measures of how well unlike nodes were used, and of costs and energy, where the
         runs know them. Costs are left out if they are in several currencies."""
-        currencies = {run.record.currency for run in self.runs if run.record.currency}
+        currencies = {
+            run.record.spending.currency for run in self.runs if run.record.spending.currency
+        }
         # No rate of exchange is known here
-        costs = numbers.costs_in(*currencies) if len(currencies) == 1 else ()
-        return self._known((*numbers.OF_UNLIKE_NODES, *costs, *numbers.OF_ENERGY))
+        costs = measures.costs_in(*currencies) if len(currencies) == 1 else ()
+        return self._known((*measures.OF_UNLIKE_NODES, *costs, *measures.OF_ENERGY))
 
     def _known(self, measures: Sequence[Measure]) -> list[Measure]:
         return [m for m in measures if any(row.values(m.read) for row in self.rows)]
@@ -206,9 +212,9 @@ class Study:
     def _rank(self, row: Row) -> tuple[float, ...]:
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        final, train = row.mean(self.primary.read), row.mean(numbers.TRAIN.read)
+        final, train = row.mean(self.primary.read), row.mean(measures.TRAIN.read)
         by = (time, None if final is None else self.primary.order(final), train)
-        # How often before how soon (decision 14)
+        # Rows are ranked by how often they reach the target, then by how soon.
         last = not row.completed, -reached / len(row.runs)
         return (*last, *(math.inf if value is None else value for value in by))
 
@@ -237,7 +243,7 @@ class Study:
 
         No two strategies share dash and shape up to 24, so that they differ without colour as well.
         """
-        # By name and not by success: a strategy keeps its look while the names stay (decision 15)
+        # Styles follow names and not results: a strategy keeps its look while the names stay.
         rows = sorted(self.completed, key=lambda row: row.name)
         styles: dict[str, Style] = {}
         # The dash changes once the colours are used up, the shape with every line: on grey paper
@@ -260,7 +266,7 @@ class Study:
 
     @property
     def metric(self) -> str | None:
-        """The metric to show beside the loss; None if there is none."""
+        """The metric to show next to the loss; None for a task without metrics."""
         key = self.primary.key
         return key.removeprefix(METRIC) if key.startswith(METRIC) else None
 

@@ -2,89 +2,58 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestra.errors import visible
-from orchestra.report import numbers
+from orchestra.report import measures, numbers
 from orchestra.report.fairness import worker_batch
-from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, count, fixed, listed
+from orchestra.report.measures import TIME_TO_TARGET, Measure
+from orchestra.report.numbers import Difference, count, fixed, listed
 from orchestra.report.rows import Row
+from orchestra.report.sheet import NONE, Cell, Column, Sheet
 from orchestra.report.study import Study
 
-NONE = "–"
-_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
-_TEX = str.maketrans(
-    {letter: f"\\{letter}" for letter in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "²": "$^2$", "≤": r"$\leq$", NONE: "--"}
-    | {numbers.MINUS: "$-$", numbers.THIN: r"\,"}
-)
-
 
 @dataclass(frozen=True)
-class Column:
-    """A column; clicking its title sorts by the values of its cells, the best first."""
+class ResultTable:
+    """All figures of a study: the columns that are not empty, and what is to say about them."""
 
-    key: str
-    title: str
-    unit: str = ""
-    rising: bool = False  # the largest is the best
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of the table: `text`, in smaller type below it `details`; `value` is to sort by."""
-
-    text: str
-    details: Sequence[str] = ()
-    value: float | None = None
-    spread: float | None = None
-    verdict: str = ""  # "better" or "worse" than the rival, where seeds cannot explain it
-
-
-@dataclass(frozen=True)
-class Table:
-    """The columns that are not empty, and each row with one cell for each of them."""
-
-    columns: Sequence[Column]
-    lines: Sequence[tuple[Row, Sequence[Cell]]]
+    sheet: Sheet
     beside: str  # what the differences are from
     pairs: int  # the seeds that most differences are over
     compared: int  # the differences with an interval, of which chance marks one in twenty
     runs: int  # of each row, all completed; 0 where that differs and a column says it
 
 
-def table(study: Study) -> Table:
+def table(study: Study) -> ResultTable:
     """Return the table with all figures of `study`."""
     pairs, runs = _pairs(study), {len(row.runs) for row in study.rows}
     all_done = all(row.completed == row.runs for row in study.rows)
     alike = runs.pop() if all_done and len(runs) == 1 else 0
-    steps = len({row.record.steps for row in study.completed}) > 1
+    steps = len({row.record.learned.steps for row in study.completed}) > 1
 
     def completed(row: Row) -> Cell:
         done = len(row.completed)
         return Cell(NONE) if alike else Cell(f"{done} of {len(row.runs)}", value=done)
 
-    columns: list[tuple[Column, Callable[[Row], Cell]]] = [
+    columns: list[tuple[Column, Callable[[Row], Cell | str]]] = [
+        (Column("strategy", "strategy", words=True), _name),
         (Column("ranks", "ranks"), _ranks),
         (Column("global_batch", "global batch", "samples"), lambda row: _batch(row, steps)),
         (Column("completed", "seeds completed", rising=True), completed),
     ]
     for m in study.measures:
-        if m is not numbers.STALEST:
-            title = "staleness" if m is numbers.STALENESS else m.title
+        if m is not measures.STALEST:
+            title = "staleness" if m is measures.STALENESS else m.title
             cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
             columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
     columns.append((Column("switched_at_step", "switched", "step"), _switched))
-    found = [(column, [cell(row) for row in study.ranked]) for column, cell in columns]
-    filled = [(column, cells) for column, cells in found if any(c.text != NONE for c in cells)]
-    lines = zip(study.ranked, zip(*(cells for _, cells in filled), strict=True), strict=True)
+    filled = Sheet.of(columns, study.ranked).only(
+        lambda _, cells: any(cell.text != NONE for cell in cells)
+    )
     compared = sum(
         difference is not None and difference.low is not None
         for row in study.rows
@@ -92,8 +61,52 @@ def table(study: Study) -> Table:
         if measure.rising is not None
         for difference in [study.difference(row, measure)]
     )
-    beside = _beside(study)
-    return Table([column for column, _ in filled], list(lines), beside, pairs, compared, alike)
+    return ResultTable(filled, _beside(study), pairs, compared, alike)
+
+
+def figures_sheet(study: Study) -> Sheet:
+    """Return the table for CSV, a line for each row, best first. For each figure it has the mean
+    over the seeds, the sample standard deviation (_sd), the number of seeds (_n), and the paired
+    difference from the rival with its 95 % interval (_difference, _low, _high). Unknown fields
+    are empty."""
+
+    plain = {row.name: plain_figures(study, row) for row in study.ranked}
+    columns: list[tuple[Column, Callable[[Row], Cell | str]]] = [
+        (Column("name", "name"), lambda row: row.name),
+        (Column("strategy", "strategy"), lambda row: row.record.asked.strategy),
+        (Column("ranks", "ranks"), lambda row: str(row.ranks)),
+        (Column("workers", "workers"), lambda row: str(row.record.asked.workers)),
+        (Column("servers", "servers"), lambda row: str(row.record.asked.servers)),
+        (Column("global_batch", "global batch"), lambda row: str(row.global_batch)),
+        (Column("runs", "runs"), lambda row: str(len(row.runs))),
+        (Column("completed", "completed"), lambda row: str(len(row.completed))),
+    ]
+    columns += [
+        (Column(f"{measure.key}{end}", measure.title), partial(_part, plain, measure.key, read))
+        for measure in study.measures
+        for end, read in _PARTS.items()
+    ]
+    return Sheet.of(columns, study.ranked)
+
+
+_PARTS: Mapping[str, Callable[[dict[str, Any]], object]] = {
+    "": lambda figure: figure["mean"],
+    "_sd": lambda figure: figure["spread"],
+    "_n": lambda figure: figure["n"],
+    "_difference": lambda figure: (figure["difference"] or {}).get("mean"),
+    "_low": lambda figure: (figure["difference"] or {}).get("low"),
+    "_high": lambda figure: (figure["difference"] or {}).get("high"),
+}
+"""By the end of a column's key, which part of a plain figure it has."""
+
+
+def _part(
+    plain: Mapping[str, dict[str, Any]],
+    key: str,
+    read: Callable[[dict[str, Any]], object],
+    row: Row,
+) -> Cell:
+    return Cell("", value=read(plain[row.name][key]))
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
@@ -111,17 +124,21 @@ def plain_figures(study: Study, row: Row) -> dict[str, Any]:
     }
 
 
+def _name(row: Row) -> Cell:
+    return Cell(row.name, notation=row.record.asked.strategy)
+
+
 def _ranks(row: Row) -> Cell:
-    details = [count("worker", row.record.workers).replace(" ", numbers.THIN)]
-    if row.record.servers:
-        details.append(count("server", row.record.servers).replace(" ", numbers.THIN))
+    details = [count("worker", row.record.asked.workers).replace(" ", numbers.THIN)]
+    if row.record.asked.servers:
+        details.append(count("server", row.record.asked.servers).replace(" ", numbers.THIN))
     return Cell(str(row.ranks), details, row.ranks)
 
 
 def _batch(row: Row, steps: bool) -> Cell:
     """Return the global batch with each worker's part, and with `steps` if rows differ in them."""
-    details = [worker_batch(row.record.worker_batches)]
-    details += [count("step", row.record.steps)] if steps else []
+    details = [worker_batch(row.record.batching.worker_batches)]
+    details += [count("step", row.record.learned.steps)] if steps else []
     return Cell(str(row.global_batch), list(filter(None, details)), row.global_batch)
 
 
@@ -140,22 +157,22 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
     details = []
     if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
         details.append(f"in {study.reached(row)} of {len(row.runs)} runs")
-    if measure is numbers.SENT and any(run.record.bytes_estimated for run in row.completed):
+    if measure is measures.SENT and any(run.record.traffic.estimated for run in row.completed):
         details.append("estimated")
-    if measure is numbers.STALENESS:
-        details.append(f"at most {max(row.values(numbers.STALEST.read).values()):g}")
+    if measure is measures.STALENESS:
+        details.append(f"at most {max(row.values(measures.STALEST.read).values()):g}")
     difference = study.difference(row, measure) if measure in _compared(study) else None
     verdict = ""
     if difference is not None:
         details += _difference(difference, places, pairs)
-        # Only what the seeds tell apart is marked (decision 14)
+        # A difference is marked only where the seeds tell the two rows apart.
         if difference.certain and measure.rising is not None:
             verdict = "better" if (difference.mean > 0) is measure.rising else "worse"
     return Cell(text, details, mean, spread, verdict)
 
 
 def _compared(study: Study) -> list[Measure]:
-    return [TIME_TO_TARGET, numbers.TRAIN, *study.finals]
+    return [TIME_TO_TARGET, measures.TRAIN, *study.finals]
 
 
 def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
@@ -177,9 +194,9 @@ def _pairs(study: Study) -> int:
 
 
 def _switched(row: Row) -> Cell:
-    if not row.record.switches or not row.completed:
+    if not row.record.pacing.switches or not row.completed:
         return Cell(NONE)
-    fired = [step for run in row.completed if (step := run.record.switched_at_step) is not None]
+    fired = [step for run in row.completed if (step := run.record.switching.at_step) is not None]
     if not fired:
         return Cell("never switched")
     never = ["never in the others"] if len(fired) < len(row.completed) else []
@@ -205,53 +222,36 @@ def _beside(study: Study) -> str:
     return "one process with all cores and the same seed, though not every row has its global batch"
 
 
-def csv_text(study: Study) -> str:
-    """Return the table as CSV, a line for each row, best first. For each figure it has the mean
-    over the seeds, the sample standard deviation (_sd), the number of seeds (_n), and the paired
-    difference from the rival with its 95 % interval (_difference, _low, _high). Unknown fields
-    are empty."""
-    file = io.StringIO()
-    keys = [measure.key for measure in study.measures]
-    parts = ("", "_sd", "_n", "_difference", "_low", "_high")
-    writer = csv.writer(file, lineterminator="\n")
-    head = [*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)]
-    writer.writerow(map(_cell, head))
-    for row in study.ranked:
-        values: list[object] = [row.name, *(getattr(row.record, key) for key in _CSV_HEAD[1:6])]
-        values += [len(row.runs), len(row.completed)]
-        for figure in plain_figures(study, row).values():
-            difference = figure["difference"] or {}
-            values += [figure["mean"], figure["spread"], figure["n"]]
-            values += [difference.get(part) for part in ("mean", "low", "high")]
-        writer.writerow(map(_cell, values))
-    return file.getvalue()
-
-
-def _cell(value: object) -> object:
-    """Return a value for CSV; a text that a spreadsheet would take for a formula is quoted."""
-    text = visible(value) if isinstance(value, str) else ""
-    return f"'{text}" if text[:1] in set("=@+-") else text or value
-
-
-def latex_text(study: Study) -> str:
-    """Return the table as a `tabular`, best first, for the package booktabs."""
-    found = table(study)
-    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
-    texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]
-    head, *body = (
-        " & ".join(visible(text).translate(_TEX) for text in line) + r" \\"
-        for line in (["strategy", *titles], *texts)
-    )
-    begin = [r"% \usepackage{booktabs}", rf"\begin{{tabular}}{{l{'r' * len(titles)}}}", r"\toprule"]
-    lines = [*begin, head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join(lines) + "\n"
-
-
 # Which techniques paid: rows that differ in one setting, side by side
 
 
+def techniques_sheet(study: Study) -> Sheet:
+    """Return a line for each technique: the row with it, the row without it, and the effect."""
+    found = list(verdicts(study))
+    columns: list[tuple[Column, Callable[[TechniqueVerdict], Cell | str]]] = [
+        (Column("technique", "technique", words=True),
+         lambda it: Cell(it.row.label, notation=it.setting)),
+        (Column("beside", "beside", words=True), lambda it: it.plain.label),
+        (Column("ranks", "ranks"), lambda it: str(it.row.ranks)),
+        (Column("seconds", "seconds, with and without", words=True),
+         lambda it: ", ".join(it.seconds)),
+    ]  # fmt: skip
+    if not study.only_time:
+        title = f"{study.primary.title}, with and without"
+        columns.append((Column("finals", title, words=True), lambda it: ", ".join(it.finals or ())))
+    columns.append((Column("here", "here it", words=True), _answer_text))
+    if any(verdict.break_even for verdict in found):
+        pays = Column("break_even", "it pays", words=True)
+        columns.append((pays, lambda it: it.break_even or NONE))
+    return Sheet.of(columns, found)
+
+
+def _answer_text(it: TechniqueVerdict) -> str:
+    return f"{it.answer if it.answer != 'open' else 'stays open'}: {it.because}"
+
+
 @dataclass(frozen=True)
-class Verdict:
+class TechniqueVerdict:
     """The verdict on one technique: whether it paid."""
 
     row: Row  # with it
@@ -264,7 +264,7 @@ class Verdict:
     break_even: str  # at which bandwidth it pays; empty where nobody searched
 
 
-def verdicts(study: Study) -> Iterator[Verdict]:
+def verdicts(study: Study) -> Iterator[TechniqueVerdict]:
     """Yield a verdict for each technique of the comparisons, on the most ranks that it ran on."""
     for source in study.sources:
         rows = {(r.label, r.ranks): r for r in study.completed if r.source is source}
@@ -276,10 +276,10 @@ def verdicts(study: Study) -> Iterator[Verdict]:
                 yield _verdict(study, row, plain, names["setting"], judged["text"])
 
 
-def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) -> Verdict:
-    # How often goes before how soon, as in the ranking of rows (decision 14)
+def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) -> TechniqueVerdict:
+    # How often a row reaches the target counts before how soon, as in the ranking of rows.
     reached = [study.reached(each) / len(each.runs) for each in (row, plain)]
-    measure = TIME_TO_TARGET if study.target and not study.only_time else numbers.TRAIN
+    measure = TIME_TO_TARGET if study.target and not study.only_time else measures.TRAIN
     seconds = _text(row, measure), _text(plain, measure)
     if measure is TIME_TO_TARGET and reached[0] != reached[1]:
         answer = "paid" if reached[0] > reached[1] else "did not pay"
@@ -290,7 +290,7 @@ def _verdict(study: Study, row: Row, plain: Row, setting: str, break_even: str) 
     else:
         answer, because = _by_time(study, row, plain, measure)
     finals = None if study.only_time else (_text(row, study.primary), _text(plain, study.primary))
-    return Verdict(row, plain, setting, answer, because, seconds, finals, break_even)
+    return TechniqueVerdict(row, plain, setting, answer, because, seconds, finals, break_even)
 
 
 def _by_time(study: Study, row: Row, plain: Row, measure: Measure) -> tuple[str, str]:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from orchestra.cluster.units import BYTES, clock_text
+from orchestra.records.following import RankView
 from orchestra.records.record import RunRecord
+from orchestra.report.measures import PACE, TRAIN
 from orchestra.report.numbers import count, or_dash, ranges, significant
-from orchestra.report.watching import Row, RunView
+from orchestra.report.sheet import Cell, Column, Sheet, terminal
+from orchestra.report.watching import RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-WIDE = 100  # columns of a terminal, from which on the table has more space between its own
 MAX_LINKS = 4
 NOTE_LENGTH = 100  # characters below the table, at most
 STYLES = {
@@ -122,51 +124,44 @@ def _below(view: RunView) -> Iterator[Text]:
     yield from (Text(f"notice: {notice}", style="yellow") for notice in view.notices)
 
 
-class Column(NamedTuple):
-    """A column of the table of ranks; those of the highest `order` are left out first."""
-
-    heading: str
-    cell: Callable[[Row], str]
-    order: int = 0
-    left: bool = False
-
-
-def _columns(view: RunView) -> Iterator[Column]:
+def _columns(view: RunView) -> Iterator[tuple[Column, Callable[[RankView], str]]]:
     rows = view.rows
-    yield Column("rank", lambda row: str(row.rank))
+    yield Column("rank", "rank"), lambda row: str(row.rank)
     if any(row.role == "server" for row in rows):
-        yield Column("role", lambda row: row.role, 2, left=True)
-    yield Column("step", lambda row: str(row.step) if row.step else "-")
-    yield Column("samples/s", lambda row: or_dash(row.samples_per_second))
-    yield Column("loss", lambda row: or_dash(row.loss, 4))
+        yield Column("role", "role", words=True, order=2), lambda row: row.role
+    yield Column("step", "step"), lambda row: str(row.step) if row.step else "-"
+    yield Column("speed", PACE.heading), lambda row: or_dash(row.samples_per_second)
+    yield Column("loss", "loss"), lambda row: or_dash(row.loss, 4)
     for name, order in (("compute", 0), ("communicate", 0), ("wait", 0), ("input", 4)):
         if any(name in row.parts for row in rows):
-            heading = "comm." if name == "communicate" else name
-            yield Column(heading, lambda row, name=name: _part(row, name), order)  # type: ignore[misc]
+            title = "comm." if name == "communicate" else name
+            yield Column(name, title, order=order), partial(_part, name)
     if any(row.staleness for row in rows):
-        yield Column("staleness", _staleness, 3)
+        yield Column("staleness", "staleness", order=3), _staleness
     if view.balances or len({row.batch for row in rows if row.batch}) > 1:
         total = sum(row.batch or 0 for row in rows) or 1
-        yield Column(
-            "batch", lambda row: f"{row.batch} ({row.batch / total:.0%})" if row.batch else "-", 3
+        yield (
+            Column("batch", "batch", order=3),
+            lambda row: f"{row.batch} ({row.batch / total:.0%})" if row.batch else "-",
         )
-    yield Column("sent", _sent, 5)
-    yield Column("waits for", lambda row: row.waits_for or "-", 1, left=True)
+    yield Column("sent", "sent", order=5), _sent
+    waits = Column("waits_for", "waits for", words=True, order=1)
+    yield waits, lambda row: row.waits_for or "-"
 
 
 def _figures(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {significant(value, 4)}" for name, value in figures.items())
 
 
-def _part(row: Row, name: str) -> str:
+def _part(name: str, row: RankView) -> str:
     return f"{row.parts[name]:.0%}" if name in row.parts else "-"
 
 
-def _staleness(row: Row) -> str:
+def _staleness(row: RankView) -> str:
     return "-" if row.staleness is None else f"{row.staleness[0]:.1f} ({row.staleness[1]})"
 
 
-def _sent(row: Row) -> str:
+def _sent(row: RankView) -> str:
     return "-" if row.bytes_per_second is None else f"{BYTES.rounded(row.bytes_per_second)}/s"
 
 
@@ -183,48 +178,51 @@ def _ranks_table(view: RunView, console: Console, room: int | None) -> Renderabl
         chosen = (notable + others)[: room - 1]
         # In the order of ranks again, so that a row stays where it was from look to look
         rows = [row for row in rows if row in chosen]
-    gap = 2 if console.width >= WIDE else 1
-    columns = _fitting(list(_columns(view)), rows, console.width, gap)
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for column in columns:
-        justify: JustifyMethod = "left" if column.left else "right"
-        table.add_column(column.heading, justify=justify, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        style = "yellow" if row.rank in slow or row.silent_seconds else ""
-        table.add_row(*(Text(column.cell(row), style=style) for column in columns))
+    styles = ["yellow" if row.rank in slow or row.silent_seconds else "" for row in rows]
+    sheet = Sheet.of(_columns(view), rows).styled(styles)
     what = "shares of the time, and speeds, over the last 10 s or 10 steps"
     if view.status in ("completed", "stopped"):
         what = "over the whole run; whom a rank waits for in the steps of the timeline"
     more = len(view.rows) - len(rows)
     note = f"and {more} more ranks; {what}" if more else what
-    return Group(table, Text(note, style="dim"))
+    return Group(terminal(sheet, console.width), Text(note, style="dim"))
 
 
-def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -> list[Column]:
-    """Return the columns that fit into `width`."""
+Done = tuple[str, RunRecord]  # the name of a run that has ended, and its record
 
-    def needed() -> int:
-        cells = (max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns)
-        return sum(cells) + gap * (len(columns) - 1)
 
-    while needed() > width and any(column.order for column in columns):
-        # Measured anew after each: without its longest cell a table may fit at once
-        columns.remove(max(columns, key=lambda column: column.order))
-    return columns
+def _status(done: Done) -> Cell:
+    status = done[1].ending.status
+    return Cell(status, style=STYLES[status])
+
+
+def _end(done: Done) -> str:
+    record = done[1]
+    return (record.ending.failure or _figures(record.learned.figures)).partition("\n")[0]
+
+
+_RUN_COLUMNS: Sequence[tuple[Column, Callable[[Done], Cell | str]]] = (
+    (Column("run", "run", words=True), lambda done: done[0]),
+    (Column("status", "status", words=True), _status),
+    (Column("seconds", TRAIN.heading), lambda done: or_dash(TRAIN.read(done[1]))),
+    (Column("speed", PACE.heading), lambda done: or_dash(PACE.read(done[1]))),
+    (Column("final", "final parameters", words=True), _end),
+)
 
 
 def comparison_page(
     folder: Path,
-    done: Sequence[tuple[str, RunRecord]],
+    done: Sequence[Done],
     planned: int,
     current: RenderableType | None,
+    width: int,
     *,
     under_way: bool,
     room: int | None = None,
 ) -> RenderableType:
     """Return the runs that are `done`, in words and with their records, the last `room` of them if
     given, and the page of the current one."""
-    failed = sum(record.status == "failed" for _, record in done)
+    failed = sum(record.ending.status == "failed" for _, record in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
     title = Text(f"{folder}", style="bold")
     numbers = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
@@ -232,23 +230,10 @@ def comparison_page(
         numbers.append(f", {failed} failed", style="bold red")
     # The last ones: a comparison appends, and the first are known by now
     shown = done if room is None else done[-max(room, 3) :]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("run", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("samples/s", justify="right", no_wrap=True)
-    table.add_column("final parameters", no_wrap=True)
-    for what, record in shown:
-        table.add_row(
-            Text(what),
-            Text(record.status, style=STYLES[record.status]),
-            or_dash(record.train_seconds),
-            or_dash(record.samples_per_second),
-            Text((record.failure or _figures(record.figures)).partition("\n")[0]),
-        )
     parts: list[RenderableType] = [title, numbers, Text()]
     if len(shown) < len(done):
         parts.append(Text(f"{len(done) - len(shown)} earlier runs, and:", style="dim"))
+    table = terminal(Sheet.of(_RUN_COLUMNS, shown), width)
     parts.append(table if shown else Text("no run is done yet", style="dim"))
     if current is not None:
         parts += [Text(), current]

@@ -22,10 +22,16 @@ from orchestra.schedules import REDUCE
 from orchestra.schedules.table import RoundPart
 
 ROW = np.dtype(
-    [("first", "i8"), ("end", "i8"), ("peer", "i4"), ("sends", "u1"), ("adds", "u1"), ("", "V2")]
+    [
+        ("first", "i8"),
+        ("end", "i8"),
+        ("peer", "i4"),
+        *((name, "u1") for name in ("sends", "adds", "opens", "")),
+    ]
 )
 """A transfer to or from `peer` of what lies from `first` to before `end`, in the unit of the edges
-of pieces. Exactly one of the two ranks `sends`; the other one copies, or `adds`."""
+of pieces. Exactly one of the two ranks `sends`; the other one copies, or `adds`. One that `opens`
+is the first of its direction between the two ranks."""
 
 Rows = np.ndarray[tuple[int], np.dtype[np.void]]
 
@@ -35,8 +41,12 @@ def rows_of(parts: Iterable[RoundPart], edges: Sequence[int] | NDArray[np.int64]
     rows = []
     for part in parts:
         for target, first, end in part.sends:
-            rows.append((edges[first], edges[end], target, True, False, b""))
+            rows.append((edges[first], edges[end], target, True, False, False, 0))
         for source, first, end, operation in part.receives:
-            rows.append((edges[first], edges[end], source, False, operation == REDUCE, b""))
+            adds = operation == REDUCE
+            rows.append((edges[first], edges[end], source, False, adds, False, 0))
     made = np.array(rows, ROW)
-    return made[made["end"] > made["first"]]
+    made = made[made["end"] > made["first"]]
+    _, firsts = np.unique(made[["peer", "sends"]], return_index=True)
+    made["opens"][firsts] = True
+    return made

@@ -232,7 +232,7 @@ MAX_SEED: Final = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class NumberRange:
     """The range of a number; in a tuple, of each of its numbers."""
 
     low: float | None = None
@@ -274,7 +274,7 @@ def setting(
     `low` and `high` belong to the range, `above` does not. `REQUIRED` stands for no default. A
     list, dict or set given as default is copied for each object. `more` is kept as metadata.
     """
-    metadata = {"meaning": meaning, "limits": Limits(low, high, above), **more}
+    metadata = {"meaning": meaning, "limits": NumberRange(low, high, above), **more}
     # dataclasses refuse mutable defaults, which all objects would share.
     if type(default).__hash__ is None:
         factory = partial(copy.deepcopy, default)
@@ -366,7 +366,7 @@ class Completed:
     is refused in one line.
     """
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:
+    def __new__(cls, *values: object, **named: object) -> Self:
         if missing := getattr(cls, "__abstractmethods__", ()):
             names = ", ".join(sorted(missing))
             raise InputError(f"{cls.__name__} is not complete: it has to define {names}")
@@ -429,6 +429,6 @@ def call_text(settings: Settings, text: Callable[[object], str], name: str | Non
     return f"{name or type(settings).__name__}({', '.join(arguments)})"
 
 
-def _limits(field: dataclasses.Field[Any]) -> Limits:
-    limits: Limits = field.metadata.get("limits", Limits())
+def _limits(field: dataclasses.Field[Any]) -> NumberRange:
+    limits: NumberRange = field.metadata.get("limits", NumberRange())
     return limits

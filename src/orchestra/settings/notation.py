@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from orchestra.errors import InputError, nearest, text_of
@@ -91,7 +91,7 @@ class Call:
         return write(self)
 
 
-def parse(text: str, registry: Registry, *, where: str) -> Any:
+def parse(text: str | Call, registry: Registry, *, where: str) -> Any:
     """Return the object that `text` names; `where` opens the message of every error.
 
     Raises:
@@ -100,9 +100,9 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
     return build(read(text, where=where), registry, where=where)
 
 
-def read(text: str, *, where: str) -> Call:
+def read(text: str | Call, *, where: str) -> Call:
     """Return the call that `text` spells, with nothing looked up; a bare name is a call."""
-    value = read_any(text, where=where)
+    value = text if isinstance(text, Call) else read_any(text, where=where)
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
     return value
@@ -291,6 +291,17 @@ def write(value: object, registry: Registry | None = None) -> str:
     return text(value)
 
 
+@lru_cache(maxsize=1)
+def entry_points_on(path: tuple[str, ...]) -> Any:
+    """Return all entry points of what is installed on the module path, `path`; they have `select`.
+
+    Every installed package is looked at, so all registries share one search.
+    """
+    from importlib.metadata import entry_points
+
+    return entry_points()
+
+
 class Registry:
     """Known names of one kind, each with its "module:attribute".
 
@@ -325,9 +336,8 @@ class Registry:
     def _all(self) -> dict[str, str]:
         if self._group is None:
             return self._known
-        from importlib.metadata import entry_points
-
-        return {point.name: point.value for point in entry_points(group=self._group)} | self._known
+        points = entry_points_on(tuple(sys.path)).select(group=self._group)
+        return {point.name: point.value for point in points} | self._known
 
     def names(self) -> list[str]:
         """Return every known name, those of installed packages included."""

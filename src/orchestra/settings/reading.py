@@ -24,20 +24,13 @@ from orchestra.settings.base import (
     checked,
     default_of,
     from_plain,
-    require_setting,
     settings_of,
     type_hints,
-    wants_notation,
 )
 from orchestra.settings.notation import (
     MAX_DIGITS,
     MAX_NESTED,
-    Call,
-    Registry,
-    build,
     expression,
-    read,
-    read_any,
 )
 
 MAX_CHARACTERS = 4_000_000
@@ -175,58 +168,19 @@ def yaml_value(text: str, where: str = "") -> object:
         return text
 
 
-def literal(text: str) -> object:
-    """Return `text` of a command line as a value: a Python literal, else the value in YAML."""
+def literal(text: str, where: str = "") -> object:
+    """Return `text` of a command line as a value: a Python literal, else the value in YAML.
+
+    Raises:
+        InputError: as for `yaml_value`.
+    """
     try:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
         # No literal of Python's; as a number it is refused by the name of its setting.
         if text.strip().lstrip("+-").lower() in ("nan", "inf"):
             return float(text)
-        return yaml_value(text)
-
-
-def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
-    """Return a copy of `value` with the setting at the dotted `path` replaced by what `text` means.
-
-    `text` is a literal, a YAML scalar, or, where the setting holds an object, its notation.
-
-    Raises:
-        InputError: no such setting (the nearest one is offered), or a refused value.
-    """
-    name, _, rest = path.partition(".")
-    try:
-        if rest:
-            inner = _held(value, name)
-            if not isinstance(inner, Settings | Call | dict):
-                raise InputError(f"{name} is {inner!r}, which has no settings of its own")
-            new = replace_setting(inner, rest, text, registry, where=where)
-        else:
-            new = literal(text)
-            if _holds_object(value, name) and isinstance(new, str):
-                reads = read_any if text.strip()[:1] in ("[", "(") else read
-                new = build(reads(text, where=where), registry, where=where)
-        # Through the constructor, so that the new value is checked like any other.
-        return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
-    except InputError as error:
-        message = str(error)
-        raise InputError(message if message.startswith(where) else f"{where}: {message}") from None
-
-
-def _held(value: Any, name: str) -> Any:
-    if isinstance(value, Settings):
-        require_setting(type(value), name)
-        return getattr(value, name)
-    inside = value.keywords if isinstance(value, Call) else value
-    if name not in inside:
-        raise InputError(f"there is no {name!r}; {nearest(name, map(str, inside))}")
-    return inside[name]
-
-
-def _holds_object(value: Any, name: str) -> bool:
-    if isinstance(value, Settings):
-        return wants_notation(type_hints(type(value)).get(name, str))
-    return isinstance(value, dict) and isinstance(_held(value, name), Settings)
+        return yaml_value(text, where)
 
 
 @dataclass(frozen=True)
@@ -259,17 +213,25 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         with path.open(encoding="utf-8") as file:
             # One more than allowed, so that a larger file is noticed without being read.
             text = file.read(MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not a text file in UTF-8") from None
+    return document_in(text, str(path), needs=needs, example=example)
+
+
+def document_in(text: str, path: str, *, needs: str, example: str) -> dict[str, Entry]:
+    """Return the keys of the YAML mapping in `text`, the content of the file `path`; as
+    `read_document` does.
+    """
+    try:
         loader = Loader(text)
         root = loader.get_single_node()
         if root is None:
             raise InputError(f"{path}: is empty; it needs at least {needs}")
         if not isinstance(root, yaml.MappingNode):
             raise InputError(f"{path}: is not a mapping of keys to values, such as {example}")
-        return {str(key): entry for key, entry in _inside(loader, root, str(path)).items()}
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is not a text file in UTF-8") from None
+        return {str(key): entry for key, entry in _inside(loader, root, path).items()}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -310,8 +272,8 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file of a run, whose folder others may have written to; unpacked.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it cannot be read, is no regular file, or has more than `MAX_BYTES`.
+        FileNotFoundError: the file does not exist.
+        InputError: the file cannot be read, is no regular file, or has more than `MAX_BYTES`.
     """
     try:
         with open_file(path) as file:

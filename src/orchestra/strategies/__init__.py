@@ -1,1 +1,1 @@
-"""When to exchange, and what: one file an algorithm."""
+"""When to exchange, and what: one file per algorithm."""

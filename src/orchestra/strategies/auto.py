@@ -44,8 +44,8 @@ class Auto(Phased):
     candidate that has been under way is corrected by what was measured over what was predicted.
 
     Candidates train on all ranks: AllReduce without `shard` and `backup`, LocalSGD with plain
-    rounds of steps, ParameterServer if synchronous and beside the workers. The optimizer's moments
-    go over where the workers have them, as their mean where they differ.
+    rounds of steps, ParameterServer if synchronous and with servers on the workers' ranks. The
+    optimizer's moments go over where the workers have them, as their mean where they differ.
     """
 
     use = "where links or nodes change during a run, or are not known before it"

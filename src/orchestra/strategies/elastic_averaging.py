@@ -38,10 +38,10 @@ class ElasticAveraging(Strategy):
         v <- delta v - eta g_i(x + delta v);  x <- x + v - d;  t <- t + 1
 
     so gradient and elastic force are those of one x. alpha is beta / p for p workers. An exchange
-    is between one worker and the servers, each of which takes one after the other; no worker waits
-    for another. eta g_i is the step of whatever optimizer is set: SGD without momentum in the
-    paper. The centre is the model that is evaluated, and the final one. `LocalSGD(outer=Elastic())`
-    is the synchronous variant.
+    is between one worker and the servers. A server serves one exchange after the other; no worker
+    waits for another worker's. eta g_i is the step of whatever optimizer is set: SGD without
+    momentum in the paper. The centre is the model that is evaluated, and the final one.
+    `LocalSGD(outer=Elastic())` is the synchronous variant.
     """
 
     use = "for workers of unlike speed and slow links: nobody waits, and an exchange is rare"

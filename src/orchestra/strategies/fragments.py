@@ -1,4 +1,4 @@
-"""Fragments of a replica, each of which is averaged at once, and their means over the workers."""
+"""Fragments of a replica, and their means over the workers. A fragment is averaged as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 NEGLIGIBLE_WEIGHT = 2.0**-100
-"""The weight of a replica without samples, lest all weights be 0."""
+"""The weight of a replica without samples, so that the weights are never all 0."""
 
 Counts = tuple[int, int | None]
 """The samples behind an average: of this worker, and of all; None in a loop that cannot know."""

@@ -70,7 +70,7 @@ class Gossip(Replicas):
     )
 
     def traits(self, work: WorkMode = "shared") -> Traits:
-        """Return the traits of replicas of which nothing is on its way between two steps."""
+        """Return the traits of replicas that have no message in flight between two steps."""
         return replace(super().traits(work), after_loss=AfterLoss.KEPT)
 
     def check(self) -> None:

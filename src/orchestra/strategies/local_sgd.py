@@ -341,7 +341,7 @@ class EASGDMember(LocalMember):
         return moved.sub_(own)
 
     def show_both(self) -> None:
-        """Offer the centre, which is what was learnt, and beside it the replica."""
+        """Offer the centre, which is the learnt model, and also the replica."""
         consumed, offer = self.worker.step.consumed, self.worker.snapshots.offer
         for fragment in self.fragments:
             replica, offset = fragment.replica(self.worker), fragment.first

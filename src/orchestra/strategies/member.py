@@ -14,6 +14,7 @@ from orchestra.strategies.traits import Dealing
 if TYPE_CHECKING:
     from torch import optim
 
+    from orchestra.coordinator.batches import HeldWork
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept, SharedWork
     from orchestra.parameter_server.messages import QuietPoint
@@ -27,10 +28,10 @@ S = TypeVar("S", bound=Strategy)
 class Member(Completed, ABC, Generic[S]):
     """One rank's live end of one phase; `strategy.join(worker)` makes it, and opens it.
 
-    Subclasses are dataclasses. What they are made from, beside `strategy` and `worker`, is what a
-    checkpoint keeps: tensors, numbers, texts, optimizers, and such dataclasses, lists or dicts of
-    them. What `open` makes, such as a connection or a flow, is a `field(init=False)`. The defaults
-    are those of a worker that exchanges nothing.
+    Subclasses are dataclasses. A checkpoint keeps all arguments of their constructor, except
+    `strategy` and `worker`: tensors, numbers, texts, optimizers, and such dataclasses, lists or
+    dicts of them. Objects that `open` makes, such as a connection or a flow, are fields with
+    `field(init=False)`. The defaults are those of a worker that exchanges nothing.
     """
 
     strategy: S
@@ -39,7 +40,7 @@ class Member(Completed, ABC, Generic[S]):
     # Between steps
 
     def open(self, *, fresh: bool) -> None:
-        """Begin what goes on beside the steps: connections, flows, hooks. Collective.
+        """Open connections, begin background flows, and register hooks. Collective.
 
         Called before the first step, and after each rest that does not end the phase. `fresh`: go
         on from the parameters, which all have equal; else from what there was at the rest.
@@ -64,6 +65,13 @@ class Member(Completed, ABC, Generic[S]):
         equal, optimizer = self.strategy.traits().lockstep, getattr(self, "optimizer", None)
         learnt = () if equal else (exchange.Learnt(0, self.worker.parameters),)
         return exchange.Kept(learnt, optimizer)
+
+    def held_work(self) -> HeldWork | None:
+        """Return what this rank holds of a queue that servers deal out; None if there is none.
+
+        Asked when a server is lost, in the midst of a step.
+        """
+        return None
 
     # A step, on workers
 

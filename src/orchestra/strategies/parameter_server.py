@@ -80,7 +80,7 @@ class ParameterServer(Strategy):
     bounded       as asynchronous, but nobody is more than `staleness` steps ahead of the slowest
                   (stale synchronous parallel; Ho et al., NIPS 2013). For speeds that change.
                   staleness=0 is synchronous, in everything
-    Buffered(K)   one update from every K pushes, whoever sent them, and nobody waits (FedBuff;
+    Buffered(K)   one update from every K pushes, from any workers, and nobody waits (FedBuff;
                   Nguyen et al., AISTATS 2022). For many workers of unlike speed: an average of K
                   stale gradients has less noise than each of them
 
@@ -208,8 +208,16 @@ class ParameterServer(Strategy):
             answers_beside=beside and not lockstep,
             optimizer=Partition.REPLICATED if self.returns == "gradients" else Partition.SHARDED,
             exchange=Rehearsal(repr(self), self._rehearse) if rehearsed else None,
-            after_loss=AfterLoss.CHECKPOINT if lockstep else AfterLoss.IN_PLACE,
+            after_loss=self._after_loss(lockstep=lockstep, queued=queued),
         )
+
+    def _after_loss(self, *, lockstep: bool, queued: bool) -> AfterLoss:
+        if lockstep:
+            return AfterLoss.CHECKPOINT if self.replicas else AfterLoss.HANDED_OVER
+        # What workers know of a queue is enough if an answer says that the push is applied. Beside
+        # a server a lost rank holds a batch, which the others do not know.
+        known = queued and self.when(1).applies_singly and self.placement == "dedicated"
+        return AfterLoss.IN_PLACE_HANDED_OVER if known and not self.replicas else AfterLoss.IN_PLACE
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""

@@ -33,13 +33,13 @@ class Prague(Replicas):
 
     Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:
 
-        x_i <- x_i - gamma g_i;  then, with a group G of which it is a member, for all k in G:
+        x_i <- x_i - gamma g_i;  then, with a group G that has i as a member, for all k in G:
         x_k <- 1/|G| sum_{j in G} x_j
 
     The second is a partial all-reduce, P-Reduce. Its matrix F^G is doubly stochastic, so it keeps
     the mean of the replicas. Groups that share a worker are averaged one after the other. A group
-    generator beside the first worker forms them: a worker asks it after its local step, and waits
-    for the other members of its group.
+    generator on the first worker's rank forms them: a worker asks it after its local step, and
+    waits for the other members of its group.
 
     smart    The answer is the group that the worker is scheduled in (Group Buffer). If there is
              none, all workers that are in no group are divided into groups at random (Global
@@ -236,7 +236,8 @@ class _GroupRequest(enum.IntEnum):
 
 
 class GroupAverage:
-    """Averages this worker's parameters in groups, formed by a generator beside the first worker.
+    """Averages this worker's parameters in groups. A generator on the first worker's rank forms
+    the groups.
 
     A checkpoint keeps of it what the groups to come depend on: the draws and the requests.
     """

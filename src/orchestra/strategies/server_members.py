@@ -13,6 +13,7 @@ from orchestra.strategies.member import Member
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.coordinator.batches import HeldWork
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Connection, Kept, ServerChannel
     from orchestra.parameter_server import Answer, QuietPoint
@@ -44,6 +45,10 @@ class ServedMember(Member[S]):
 
     def serve(self) -> QuietPoint | None:
         return self.connection.serve()
+
+    def held_work(self) -> HeldWork | None:
+        channel = self.connection.channel
+        return None if channel is None else channel.held_work()
 
     def rest(self, rest: Rest) -> Kept:
         """Wait until every push is applied and every worker is here; leave at the end.

@@ -120,11 +120,11 @@ class StragglerState(RuleState):
 class Straggler(Rule):
     """While some worker needs longer for a step than the others, waiting for others left out.
 
-    What counts is computing and communicating: a slow processor, and a slow link, which takes long
-    from the first to the last byte of a message. Both ends of a link see it, so that of three
-    workers in a ring two are slow, and the median is. The inside of torch.distributed's own
-    collectives is not seen. The online policy of Sync-Switch (Li et al., ICDCS 2021), to asynchrony
-    and back:
+    The time for computing and communicating counts. So the rule sees a slow processor, and a slow
+    link, which takes long from the first to the last byte of a message. Both ends of a link see it:
+    two of three workers in a ring are then slow, and so is the median. The rule does not see the
+    inside of torch.distributed's own collectives. The online policy of Sync-Switch (Li et al.,
+    ICDCS 2021), to asynchrony and back:
     Switch(a, Switch(b, a, when=Straggler(present=False)), when=Straggler()).
     """
 
@@ -213,7 +213,7 @@ def _of_either(name: str) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Combined(Rule):
-    """Two rules, both of which observe every step."""
+    """Two rules. Both observe every step."""
 
     first: Rule = setting(REQUIRED, "a rule")
     second: Rule = setting(REQUIRED, "another rule")

@@ -46,9 +46,17 @@ class AfterLoss(enum.Enum):
     IN_PLACE = (
         "the others go on; after the loss of a server, with min_ranks, from the newest checkpoint"
     )
+    IN_PLACE_HANDED_OVER = (
+        "the others go on; after the loss of a server, with min_ranks, from the newest values that "
+        "a worker has of its slice, and the moments of the newest checkpoint"
+    )
     TOGETHER = "with min_ranks those that are left go on together, from the last step"
     ROUND = "with min_ranks those that are left go on together, from the last average of all"
     KEPT = "with min_ranks those that are left go on together, from the mean of kept replicas"
+    HANDED_OVER = (
+        "with min_ranks those that are left go on together, from the last step; a lost server's "
+        "slice has the values of a worker and the moments of the newest checkpoint"
+    )
     CHECKPOINT = "with min_ranks those that are left go on together, from the newest checkpoint"
 
     @property
@@ -56,15 +64,25 @@ class AfterLoss(enum.Enum):
         """True if each rank keeps what a new group goes on from; else that is a checkpoint."""
         return self in (AfterLoss.TOGETHER, AfterLoss.ROUND, AfterLoss.KEPT)
 
+    @property
+    def hands_over(self) -> bool:
+        """True if the ranks of a new group write what they have as a checkpoint."""
+        return self in (AfterLoss.HANDED_OVER, AfterLoss.IN_PLACE_HANDED_OVER)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the others continue in their group without a worker."""
+        return self in (AfterLoss.IN_PLACE, AfterLoss.IN_PLACE_HANDED_OVER)
+
 
 @dataclass(frozen=True)
 class Footprint:
     """The memory of a rank in training, in multiples of what it trains: a model or part.
 
-    `copies` are vectors of all parameters beside the optimizer's state: for arriving values, for
-    anchors and outer momenta. `batches` is the number of per-worker batches whose activations
-    are held at the same time. `buckets_in_flight` is how often two buckets are held beside a rank's
-    shard: for gradients, and for parameters in use.
+    `copies` are vectors of all parameters in addition to the optimizer's state: for arriving
+    values, for anchors and outer momenta. `batches` is the number of per-worker batches whose
+    activations are held at the same time. `buckets_in_flight` is how often two buckets are held in
+    addition to a rank's shard: for gradients, and for parameters in use.
     """
 
     parameters: float = 1.0
@@ -150,7 +168,7 @@ class Traits:
 
 
 def combined(phases: Sequence[Traits]) -> Traits:
-    """Return the traits of a strategy that trains in `phases`, each of which has a whole model.
+    """Return the traits of a strategy that trains in `phases`. Each phase has a whole model.
 
     The pace is that of the loosest phase, and the dealing that of the last one.
     """
@@ -160,7 +178,13 @@ def combined(phases: Sequence[Traits]) -> Traits:
         return functools.reduce(lambda one, other: one.joined(other, max), each)
 
     owners = [phase.optimizer for phase in phases]
-    in_place = all(phase.after_loss is AfterLoss.IN_PLACE for phase in phases)
+    ends = {phase.after_loss for phase in phases}
+    after_loss = AfterLoss.CHECKPOINT
+    if all(end.is_in_place for end in ends):
+        after_loss = AfterLoss.IN_PLACE
+    elif ends <= {AfterLoss.TOGETHER, AfterLoss.HANDED_OVER}:
+        # Phases have different state, so ranks hand it over by a checkpoint, which knows them all.
+        after_loss = AfterLoss.HANDED_OVER
     return Traits(
         memory,
         max(phase.pace for phase in phases),
@@ -169,8 +193,7 @@ def combined(phases: Sequence[Traits]) -> Traits:
         reads_loss=any(phase.reads_loss for phase in phases),
         reads_values=any(phase.reads_values for phase in phases),
         native=any(phase.native for phase in phases),
-        # Ranks that are to go on together may be in different phases.
-        after_loss=AfterLoss.IN_PLACE if in_place else AfterLoss.CHECKPOINT,
+        after_loss=after_loss,
         optimizer=next((o for o in owners if o is not Partition.REPLICATED), Partition.REPLICATED),
         phases=tuple(phases),
     )

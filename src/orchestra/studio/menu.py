@@ -68,7 +68,7 @@ class Situation(Settings):
 
 
 @dataclass(frozen=True)
-class Entry:
+class MenuEntry:
     """A strategy on the page.
 
     A step of an `exact` strategy is worth one of a single process on the batches of all workers. A
@@ -93,7 +93,7 @@ class Entry:
 
 
 MENU = (
-    Entry(
+    MenuEntry(
         "ring", "all-reduce, ring", 'AllReduce("ring")',
         "Each worker sends pieces of the gradient to its neighbour, first to add them up, then to "
         "pass the sums on, so that each sends about twice the model, however many workers there "
@@ -101,28 +101,28 @@ MENU = (
         "It pays where bandwidth is scarce and machines are alike; with many workers and a small "
         "model the latencies of its 2 (N - 1) rounds add up.",
     ),
-    Entry(
+    MenuEntry(
         "halving", "all-reduce, halving-doubling", 'AllReduce("halving_doubling")',
         "Partners exchange halves, quarters, eighths of the gradient and then go back the same "
         "way: as many bytes as a ring, in 2 log2(N) rounds.",
         "It pays with many workers and long latencies; where N is no power of two, the workers "
         "beyond it send their whole gradient to a partner first.",
     ),
-    Entry(
+    MenuEntry(
         "tree", "all-reduce, tree", 'AllReduce("tree")',
         "Gradients are added up along a binary tree to its root, and the sum comes down again; a "
         "worker sends up to three times the model.",
         "It pays for models of a few kilobytes, where only the number of rounds counts; for large "
         "ones the workers in the middle of the tree carry too much.",
     ),
-    Entry(
+    MenuEntry(
         "sharded", "sharded parameters (FSDP)", 'AllReduce(shard="parameters")',
         "Each worker keeps 1/N of parameters, gradients and optimizer, gathers a bucket of layers "
         "when it needs them, in forward and in backward, and sends up to 3 (N - 1)/N of the model.",
         "It pays in memory, not in time: a model that fits no worker trains at all, for half as "
         "many bytes again as a ring sends.",
     ),
-    Entry(
+    MenuEntry(
         "backup", "all-reduce, the first N - 1", "AllReduce(backup=1)",
         "In each step only the first N - 1 gradients are averaged; the last one comes too late and "
         "is dropped.",
@@ -130,14 +130,14 @@ MENU = (
         "throws a gradient away in each step.",
         exact=False, shown=False,
     ),
-    Entry(
+    MenuEntry(
         "server", "one server, synchronous", "ParameterServer()",
         "All workers push their gradients to one server, a machine of its own, which averages "
         "them, updates the parameters and sends these back to all.",
         "It pays with few workers or a small model; the link of the server carries N models each "
         "way in a step, and soon everybody waits for it.",
     ),
-    Entry(
+    MenuEntry(
         "servers",
         "four servers, synchronous",
         'ParameterServer(servers={servers}, placement="beside")',
@@ -146,7 +146,7 @@ MENU = (
         "It pays over one server whenever that one is the bottleneck, and needs no machine to "
         "spare; with more workers than servers these links fill up again.",
     ),
-    Entry(
+    MenuEntry(
         "asynchronous", "one server, asynchronous", 'ParameterServer(consistency="asynchronous")',
         "The server applies each gradient when it arrives and answers at once, so that nobody "
         "waits for a slow worker.",
@@ -154,7 +154,7 @@ MENU = (
         "gradients are stale by then, so that a step is worth less.",
         exact=False, steps=8, skip=3,
     ),
-    Entry(
+    MenuEntry(
         "local", "local SGD, every 8 steps", f"LocalSGD({ROUND})",
         "Each worker trains alone for 8 steps; then all replicas are averaged, with one all-reduce "
         "for 8 steps.",
@@ -162,7 +162,7 @@ MENU = (
         "meanwhile, and the more steps lie between, the less each is worth.",
         exact=False, steps=2 * ROUND, skip=ROUND, round=ROUND,
     ),
-    Entry(
+    MenuEntry(
         "elastic", "elastic averaging, every 8", f"ElasticAveraging({ROUND})",
         "Each worker trains alone, and every 8 of its steps it and a centre on a server pull each "
         "other closer, without waiting for other workers.",
@@ -170,7 +170,7 @@ MENU = (
         "way in 8 steps.",
         exact=False, shown=False, steps=2 * ROUND, skip=ROUND, round=ROUND,
     ),
-    Entry(
+    MenuEntry(
         "gossip", "gossip on a ring (D-PSGD)", "Gossip(Ring())",
         "Each worker mixes its parameters with those of its two neighbours while it computes its "
         "gradient, and never hears of the others directly.",
@@ -178,7 +178,7 @@ MENU = (
         "one learns takes up to N/2 steps to reach everybody.",
         exact=False,
     ),
-    Entry(
+    MenuEntry(
         "push", "stochastic gradient push", "StochasticGradientPush()",
         "Each worker sends its parameters, with a weight, to one other worker that changes from "
         "step to step, and averages what it receives.",
@@ -186,7 +186,7 @@ MENU = (
         "log2(N) steps word gets round; replicas differ a little all the time.",
         exact=False,
     ),
-    Entry(
+    MenuEntry(
         "pairs", "pairwise averaging (AD-PSGD)", "PairwiseAveraging()",
         "Each worker averages its parameters with those of a random partner while it computes, and "
         "waits for that one at most.",
@@ -198,8 +198,8 @@ MENU = (
 ENTRIES = {entry.key: entry for entry in MENU}
 
 
-def entry_of(key: str) -> Entry:
-    """Return the strategy with this key; raise `InputError` if there is none."""
+def entry_of(key: str) -> MenuEntry:
+    """Return the strategy with this key; raise `InputError` for an unknown key."""
     if key not in ENTRIES:
         raise InputError(f"unknown strategy {key!r}; {nearest(key, ENTRIES)}")
     return ENTRIES[key]

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import queue
-import signal
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
-from multiprocessing.pool import Pool
-from multiprocessing.process import BaseProcess
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from flask import Flask, Response, request
 
-from orchestra.engines.processes.system import die_with_parent
 from orchestra.errors import InputError, RunFailed
 from orchestra.report.study import COLOURS, DASHES
-from orchestra.settings.base import Limits
-from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
+from orchestra.settings.base import NumberRange
+from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, MenuEntry, Situation, entry_of
 
 KEPT: dict[str, int] = {"step": 4000, "course": 40}  # the most cached answers of each kind
-T = TypeVar("T")
-LOOK_SECONDS = 0.5  # between two looks whether the processes are alive
 MOST_PAGES = 100  # the most pages whose latest question is remembered
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The names of this machine in a browser. Any other name belongs to another site, which makes the
@@ -39,26 +33,23 @@ TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulationJob:
     """A simulation: the time of a step ("step"), or the events in it ("course")."""
 
     kind: Literal["step", "course"]
     situation: Situation
-    entry: Entry
+    entry: MenuEntry
 
 
-def carry_out(job: Job) -> dict[str, Any]:
+def carry_out(job: SimulationJob) -> dict[str, Any]:
     """Return the answer, computed in this process."""
     from orchestra.studio.simulate import answer  # torch: in the processes of the pool only
 
     return answer(job.kind, job.situation, job.entry)
 
 
-def begin_process() -> None:
-    """Prepare a process of the pool: ignore Ctrl-C, end with the parent, and load torch."""
-    # A terminal sends Ctrl-C to every process of its group; the server ends the pool in order
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+def load_torch() -> None:
+    """Prepare a process of the pool."""
     # Now, so that the first question does not wait two seconds for the import
     import torch
 
@@ -71,14 +62,16 @@ def begin_process() -> None:
 class Simulator:
     """Carries out jobs in a pool of `size` processes (or threads), and caches their answers."""
 
-    def __init__(self, pool: Pool, size: int) -> None:
+    def __init__(self, pool: Executor, size: int) -> None:
         self._pool = pool
         self._size = size
         self._lock = threading.Lock()
-        self._kept: dict[str, dict[Job, dict[str, Any]]] = {kind: {} for kind in KEPT}
+        self._kept: dict[str, dict[SimulationJob, dict[str, Any]]] = {kind: {} for kind in KEPT}
         self._newest: dict[str, object] = {}
 
-    def answers(self, page: str, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
+    def answers(
+        self, page: str, jobs: Sequence[SimulationJob]
+    ) -> Iterator[tuple[SimulationJob, dict[str, Any]]]:
         """Yield the jobs with their answers: the cached ones first, the others as they are done.
         Jobs are started in order.
 
@@ -92,9 +85,11 @@ class Simulator:
             known = {job: self._kept[job.kind].get(job) for job in jobs}
         # What is known is shown at once, whatever has to be simulated first
         yield from ((job, answer) for job, answer in known.items() if answer is not None)
-        done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[SimulationJob, dict[str, Any] | BaseException]] = (
+            queue.SimpleQueue()
+        )
         waiting = iter([job for job, answer in known.items() if answer is None])
-        under_way, processes = 0, multiprocessing.active_children()
+        under_way = 0
         while self._newest.get(page) is token:
             # No more than the pool works on: its queue could not be taken back when asked again.
             while under_way < self._size and (job := next(waiting, None)) is not None:
@@ -102,33 +97,23 @@ class Simulator:
                 under_way += 1
             if not under_way:
                 return
-            job, answer = _taken(done, processes)
+            job, answer = done.get()
             under_way -= 1
             if isinstance(answer, BaseException):
                 raise answer
             yield job, answer
 
-    def _begin(self, job: Job, done: queue.SimpleQueue[Any]) -> None:
-        def keep(answer: dict[str, Any]) -> None:
+    def _begin(self, job: SimulationJob, done: queue.SimpleQueue[Any]) -> None:
+        def keep(future: Future[dict[str, Any]]) -> None:
+            if (error := future.exception()) is not None:
+                done.put((job, error))
+                return
+            answer = future.result()
             with self._lock:
                 _keep(self._kept[job.kind], job, answer, KEPT[job.kind])
             done.put((job, answer))
 
-        self._pool.apply_async(
-            carry_out, (job,), callback=keep, error_callback=lambda error: done.put((job, error))
-        )
-
-
-def _taken(done: queue.SimpleQueue[T], processes: Sequence[BaseProcess]) -> T:
-    """Return the next item; raise `RunFailed` if one of the pool's `processes` has ended before.
-
-    A pool replaces a process that was killed, but never answers the job that it had.
-    """
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return done.get(timeout=LOOK_SECONDS)
-        if not all(process.is_alive() for process in processes):
-            raise RunFailed("a process of the studio was killed; move a control to ask again")
+        self._pool.submit(carry_out, job).add_done_callback(keep)
 
 
 def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
@@ -167,8 +152,10 @@ def make_app(simulator: Simulator) -> Flask:
         # Up to 16 in any case: a curve of two points says nothing
         counts = [count for count in COUNTS if count <= max(situation.workers, 16)]
         places = [situation, *(situation.with_setting("workers", count) for count in counts)]
-        # The chosen number of workers first (decision 101); equal jobs are one
-        jobs = dict.fromkeys(Job("step", place, entry) for place in places for entry in entries)
+        # The chosen number of workers comes first; equal jobs are one.
+        jobs = dict.fromkeys(
+            SimulationJob("step", place, entry) for place in places for entry in entries
+        )
         # Both kinds of questions of a page are under way at the same time
         lines = _lines(simulator.answers(f"steps {caller}", list(jobs)), len(jobs))
         return Response(lines, mimetype="application/x-ndjson")
@@ -179,7 +166,7 @@ def make_app(simulator: Simulator) -> Flask:
         if len(entries) != 1:
             raise InputError(f"strategies: {len(entries)} strategies; give one")
         few = situation.with_setting("workers", min(situation.workers, MOST_WATCHED))
-        job = Job("course", few, entries[0])
+        job = SimulationJob("course", few, entries[0])
         for _, answer in simulator.answers(f"course {caller}", [job]):
             return _json({"workers": few.workers, "strategy": job.entry.key, **answer})
         # The generator ended without an answer
@@ -191,8 +178,8 @@ def make_app(simulator: Simulator) -> Flask:
 def _refuse_strangers() -> Response | None:
     host = request.headers.get("Host", "")
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    # Another site's page can make its own name lead to this machine; the browser then still sends
-    # that name (decision 101).
+    # Another site's page can let its own name point to this machine; the browser still sends that
+    # name.
     if name not in HOSTS:
         return _line(f"this page is served to {', '.join(HOSTS)}, not to {host!r}", 403)
     # Browsers say who asks; a link to the page itself may come from anywhere
@@ -217,12 +204,18 @@ def _asked() -> tuple[Situation, list[Any], str]:
     return Situation.read(values), [entry_of(key) for key in keys.split(",")], caller
 
 
-def _lines(answers: Iterator[tuple[Job, dict[str, Any]]], total: int) -> Iterator[str]:
-    """Yield a line of JSON for the number of answers, then one for each answer as it arrives."""
+def _lines(answers: Iterator[tuple[SimulationJob, dict[str, Any]]], total: int) -> Iterator[str]:
+    """Yield a line of JSON for the number of answers, then one for each answer as it arrives.
+
+    A failure is the last line: the status of the response went out with the first one.
+    """
     yield json.dumps({"total": total}) + "\n"
-    for job, answer in answers:
-        about = {"strategy": job.entry.key, "workers": job.situation.workers}
-        yield json.dumps(about | answer) + "\n"
+    try:
+        for job, answer in answers:
+            about = {"strategy": job.entry.key, "workers": job.situation.workers}
+            yield json.dumps(about | answer) + "\n"
+    except RunFailed as error:
+        yield json.dumps({"error": str(error)}) + "\n"
 
 
 def _menu() -> dict[str, Any]:
@@ -235,7 +228,7 @@ def _menu() -> dict[str, Any]:
     ]
     controls = {}
     for field in fields(Situation):
-        limits: Limits = field.metadata["limits"]
+        limits: NumberRange = field.metadata["limits"]
         controls[field.name] = {
             "low": limits.low, "high": limits.high, "default": field.default,
             "meaning": field.metadata["meaning"],

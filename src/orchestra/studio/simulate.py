@@ -13,10 +13,10 @@ from orchestra.engines.simulation.costs import FLOPS, OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import Simulation
 from orchestra.errors import OrchestraError
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.report import Message, RankReport, TimelineSlice
+from orchestra.records.report import Counters, MessageKey, RankReport, TimelineSlice
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.registry import strategy_of
-from orchestra.studio.menu import BATCH, Entry, Situation
+from orchestra.studio.menu import BATCH, MenuEntry, Situation
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.trace import Trace
@@ -49,12 +49,22 @@ class _Watch(PassingReporter):
     runtime: Runtime
     moments: list[Moment] = field(default_factory=list)
 
-    def progress(self, *_: Any, **facts: Any) -> None:
-        super().progress(**facts)
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        super().progress(
+            step=step, samples=samples, loss=loss, fraction=fraction, counters=counters
+        )
         transport, computed = self.runtime.transport, self.runtime.compute.main_seconds
         traffic = transport.traffic
         moment = Moment(
-            transport.now(), facts["samples"], computed, traffic.seconds_communicating,
+            transport.now(), samples, computed, traffic.seconds_communicating,
             traffic.seconds_waiting, traffic.seconds_in_background, transport.bytes_sent,
         )  # fmt: skip
         self.moments.append(moment)
@@ -73,13 +83,13 @@ class Simulated:
         the time at which the first of them has done its last one. If batches go to whichever
         worker is free, that is when one finds no batch any more."""
         series = [moments for moments in self.moments if moments]
-        # Not the beginning: workers that start together fall out of step first (decision 101)
+        # The first steps do not count, since workers that start together first fall out of step.
         ends = sorted(moment.seconds for moments in series for moment in moments)
-        # And not the end: there replicas are averaged, and some workers are done (decision 101)
+        # The end does not count either: some workers are done, and replicas are averaged.
         return ends[first * len(series) - 1], min(moments[-1].seconds for moments in series)
 
 
-def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
+def answer(kind: str, situation: Situation, entry: MenuEntry) -> dict[str, Any]:
     """Return the times of a "step" or the events of its "course"; or only a line, `error`."""
     # For a picture one round is enough, and one step more, into which messages may reach
     steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
@@ -140,7 +150,7 @@ def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simul
         watch = watches[runtime.rank] = _Watch(runtime.reporter, runtime)
         runtime = replace(runtime, reporter=watch)
         if watched:
-            # By hand: runs of shapes keep no timeline of their own (decision 101)
+            # Put around the run here, because runs of shapes record no timeline.
             trace = traces[runtime.rank] = Trace(runtime.transport.now, limit=1_000_000)
             trace.open_for_steps(1)
             runtime = intercepted(runtime, trace)
@@ -171,7 +181,8 @@ def measured(simulated: Simulated, first: int) -> dict[str, float]:
     passed, workers = end - begin, [moments for moments in simulated.moments if moments]
     done: Any = sum(_between(moments, begin, end) for moments in workers)
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
-    # Some of it may lie behind computing, so that the sum stays what it was (decision 101).
+    # Background exchange may overlap with computation; subtracting it from waiting keeps the sum
+    # unchanged.
     behind = min(wait, background)
     # By samples, not steps: with batches for whoever is free, workers take unlike numbers of steps
     step = passed * len(workers) * BATCH / samples
@@ -206,7 +217,7 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     last = min(first + count, len(moments)) - 1
     begin, end = moments[min(first, last) - 1].seconds, moments[last].seconds
     ranks: list[dict[str, Any]] = []
-    ends: dict[str, dict[Message, TimelineSlice]] = {"send": {}, "receive": {}}
+    ends: dict[str, dict[MessageKey, TimelineSlice]] = {"send": {}, "receive": {}}
     for trace, role in zip(simulated.traces, simulated.roles, strict=True):
         timeline = trace.timeline("virtual")
         assert timeline is not None
@@ -247,8 +258,8 @@ def _spans(pieces: Iterable[TimelineSlice], begin: float, end: float) -> list[li
 
 
 def _messages(
-    sent: dict[Message, TimelineSlice],
-    received: dict[Message, TimelineSlice],
+    sent: dict[MessageKey, TimelineSlice],
+    received: dict[MessageKey, TimelineSlice],
     begin: float,
     end: float,
 ) -> Iterable[tuple[float, float, int, int, int]]:

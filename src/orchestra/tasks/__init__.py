@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Call, Registry, Settings, setting
 from orchestra.settings.notation import bound, build, lazy_package, read, write
-from orchestra.settings.reading import replace_setting
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Loss, Metrics, Task, TensorData, evaluate, load_task
@@ -111,9 +110,9 @@ class Images(TaskSettings):
 class Mnist(TaskSettings):
     """MNIST: handwritten digits of 28 x 28 pixels, from IDX files that you have.
 
-    60,000 images for training, of which the same ones are always held out for validation, and
-    10,000 for the test (LeCun et al., 1998). Files may be compressed (.gz). The model is LeNet-5,
-    see the task digits28. Loss: cross entropy; metric: accuracy.
+    60,000 images for training, and 10,000 for the test (LeCun et al., 1998). The same images of the
+    training data are always held out for validation. Files may be compressed (.gz). The model is
+    LeNet-5, see the task digits28. Loss: cross entropy; metric: accuracy.
     """
 
     MODULE: ClassVar = "images"
@@ -128,8 +127,8 @@ class Mnist(TaskSettings):
 class Cifar10(TaskSettings):
     """CIFAR-10: photographs of 32 x 32 pixels in ten classes, from binary files that you have.
 
-    50,000 images for training, of which the same ones are always held out for validation, and
-    10,000 for the test (Krizhevsky, 2009). The model is ResNet-20, see the task images.
+    50,000 images for training, and 10,000 for the test (Krizhevsky, 2009). The same images of the
+    training data are always held out for validation. The model is ResNet-20, see the task images.
     Loss: cross entropy; metric: accuracy.
     """
 
@@ -152,7 +151,7 @@ class Characters(TaskSettings):
     paragraph that occurs again is left out. It differs between versions of Python: compare runs
     of one version only; `orchestra.tasks.characters.text_sha256()` tells texts apart. The first
     80% train, the next 10% validate, the last 10% test; each part is cut into windows that do not
-    overlap. A sample is a window of `context` characters, each of which has to be predicted from
+    overlap. A sample is a window of `context` characters. The model predicts each character from
     those before it.
 
     The model is a GPT over 97 characters: 116,705 parameters at the defaults. Loss: cross entropy
@@ -266,7 +265,7 @@ TASKS = Registry(
 _OFFERS = 5  # functions of a module that a message names
 
 
-def task_text(text: str, *, where: str) -> str:
+def task_text(text: str | Call, *, where: str) -> str:
     """Return `text`, the notation of a task, in its normal form, checked without torch.
 
     A task with a name is checked to the last setting. Of `package.module:function` only the package
@@ -281,13 +280,7 @@ def task_name(text: str) -> str:
     return read(text, where="task").name.rpartition(":")[2]
 
 
-def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
-    """Return the task `text` with the setting at the dotted `path` set to what `value` means."""
-    new = replace_setting(_settings_or_call(text, where), path, value, TASKS, where=where)
-    return task_text(write(new, TASKS), where=where)
-
-
-def _settings_or_call(text: str, where: str) -> Settings | Call:
+def _settings_or_call(text: str | Call, where: str) -> Settings | Call:
     # `spam.py` is a file to the user: the message then offers the functions of the module.
     call = read(text.removesuffix(".py") if isinstance(text, str) else text, where=where)
     if not TASKS.knows(call.name) and (functions := _functions_of(call.name)):

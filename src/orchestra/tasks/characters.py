@@ -31,7 +31,7 @@ def characters(chosen: Characters) -> Task:
 
 
 def text() -> str:
-    """Return the documentation: topics by name, each paragraph where it comes first.
+    """Return the documentation: topics by name, each paragraph only where it first occurs.
 
     Several topics repeat others in full. Without that rule, much of the test would stand in the
     training data word for word.

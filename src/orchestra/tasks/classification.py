@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orchestra.errors import InputError
-from orchestra.records.record import cache_folder, write_atomically
+from orchestra.records.files import cache_folder, write_atomically
 from orchestra.tasks import Digits, Digits28
 from orchestra.tasks.task import Task, tensor_task
 from orchestra.worker.batches import Batch
@@ -300,7 +300,7 @@ def digits28(chosen: Digits28) -> Task:
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images, labels, and of which of scikit-learn's digits (0 to 1,796) each is made.
+    """Return images, labels, and for each image the index of its scikit-learn digit (0 to 1,796).
 
     Images have shape (28000, 1, 28, 28) and dtype uint8: 20,000 for training, 4,000 for
     validation, 4,000 for the test. From the cache, or made and put there.

@@ -98,8 +98,8 @@ Transform = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 class TensorData(Dataset[tuple[Tensor, ...]]):
     """Tensors of equal first dimension; sample i is the tuple of their i-th entries.
 
-    A batch is one indexing of each tensor, with no work per sample. Whoever reads it so (a
-    DataLoader does) needs `collate=TensorData.collate`.
+    A batch is one indexing of each tensor, with no work per sample. A reader of such batches (a
+    DataLoader is one) needs `collate=TensorData.collate`.
 
     Args:
         tensors: each of shape (samples, ...).
@@ -232,7 +232,7 @@ def evaluate(
 @contextmanager
 def one_forward_each(model: nn.Module) -> Iterator[None]:
     """Remember the last outputs inside: a second call with the same inputs returns them. The loss
-    of a batch comes first, so that the metrics may do with the outputs what they like."""
+    of a batch is computed before its metrics, so the metrics may change the outputs in place."""
     before = model.__dict__.get("forward")
     forward = model.forward
     known: tuple[tuple[Any, ...], Any] = ((), None)

@@ -1,1 +1,1 @@
-""""""
+"""The program of every rank: its loop, checkpoints, and loops of the user's own."""

@@ -21,7 +21,7 @@ FORMAT = 3
 """The version of the format of checkpoints; this is the only one that is read."""
 
 LOST = "lost"
-"""The role of a rank that was lost before, and without which the run has gone on."""
+"""The role of a rank that has no file: it was lost before, or has just joined."""
 
 _RANK_FILE = re.compile(r"rank-\d+\.safetensors")
 
@@ -46,16 +46,24 @@ class Manifest:
     history: tuple[Membership, ...] = ()  # the last one is of the ranks that wrote the checkpoint
     files: dict[str, str] = field(default_factory=dict)  # each rank's file -> SHA-256
     slots: tuple[int, ...] = ()  # by which the run's files know the ranks; empty: their own numbers
+    speaker: int | None = None  # the worker whose state is the newest, in a step after a loss
 
     @property
     def first_worker(self) -> int:
-        """The first rank with data."""
+        """The worker that stands for all: the speaker, else the first rank with data."""
+        if self.speaker is not None:
+            return self.speaker
         return next(r for r, role in enumerate(self.members) if role.startswith("worker"))
 
     @property
     def present(self) -> list[int]:
         """The ranks that were not lost: those with a file."""
         return [rank for rank, role in enumerate(self.members) if role != LOST]
+
+    @property
+    def each_can_resume(self) -> bool:
+        """True if each member can resume from its own file: all have one, written at rest."""
+        return self.speaker is None and LOST not in self.members
 
     def steps_by_slot(self, folder: Path, index: int) -> dict[int, int]:
         """Return the steps that each rank which was not lost had made at checkpoint `index`, of
@@ -122,10 +130,15 @@ def verify(folder: Path, index: int) -> Manifest:
             raise DamagedCheckpoint(f"{path}: missing")
         if digest(path) != expected:
             raise DamagedCheckpoint(f"{path}: its checksum is not that of the manifest")
-    there = {path.name for path in place.iterdir() if _RANK_FILE.fullmatch(path.name)}
-    if surplus := sorted(there - manifest.files.keys()):
-        raise DamagedCheckpoint(f"{place / surplus[0]}: the manifest names no such member")
+    for surplus in surplus_files(place, manifest):
+        raise DamagedCheckpoint(f"{surplus}: the manifest names no such member")
     return manifest
+
+
+def surplus_files(place: Path, manifest: Manifest) -> list[Path]:
+    """Return the ranks' files in the folder of a checkpoint that `manifest` does not name."""
+    there = {path.name for path in place.iterdir() if _RANK_FILE.fullmatch(path.name)}
+    return [place / name for name in sorted(there - manifest.files.keys())]
 
 
 def digest(path: Path) -> str:

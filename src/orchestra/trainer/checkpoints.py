@@ -45,6 +45,7 @@ from orchestra.trainer.checkpoint_files import (
     others,
     rank_file,
     read_manifest,
+    surplus_files,
     verify,
 )
 from orchestra.transports.protocol import Transport, send_unless_lost
@@ -67,9 +68,9 @@ Tensors = dict[str, Tensor]
 class RunAttempt:
     """An attempt at a run, which writes checkpoints into `folder`.
 
-    What it has not completed lies in a folder of its own. The next attempt removes that. So an
-    attempt that still goes on, because its machine was only cut off, fails when it writes, and
-    cannot replace what the next attempt has written.
+    Checkpoints that it has not completed lie in a folder of its own. The next attempt removes that
+    folder. So an attempt that still goes on, because its machine was only cut off, fails when it
+    writes, and cannot replace the files of the next attempt.
     """
 
     folder: Path
@@ -106,14 +107,19 @@ class RunAttempt:
         """Make the folder of checkpoint `index`, if need be, and return it.
 
         Raises:
-            RunFailed: a later attempt has begun.
+            RunFailed: a later attempt has begun, or this rank has another folder than the leader,
+                which has made the one of the attempt.
         """
         pending = self.pending(index)
         with writing(pending):
             if not self.place.is_dir():
-                raise RunFailed(
-                    f"cannot write {pending}: another process has gone on with this run meanwhile"
+                cause = (
+                    "another process has gone on with this run meanwhile"
+                    if self.folder.is_dir()
+                    else "rank 0 has made this folder elsewhere; give all ranks a folder that "
+                    "their machines share, or leave out checkpoint_every"
                 )
+                raise RunFailed(f"cannot write {pending}: {cause}")
             pending.mkdir(exist_ok=True)
         return pending
 
@@ -124,7 +130,7 @@ class RunAttempt:
         _remove(doomed)
 
     def end(self) -> None:
-        """Remove the folder of this attempt, and that of checkpoints if there are none."""
+        """Remove the folder of this attempt, and the folder of checkpoints if it is empty."""
         _remove(self.place)
         with contextlib.suppress(OSError):  # it holds checkpoints
             self.folder.rmdir()
@@ -178,6 +184,8 @@ def commit(attempt: RunAttempt, index: int, manifest: Manifest) -> None:
     folder, pending = attempt.folder, attempt.make(index)
     final, path = folder / pending.name, pending / MANIFEST
     content = {"format": FORMAT, **to_plain(manifest), "generation": attempt.number}
+    for surplus in surplus_files(pending, manifest):
+        surplus.unlink()  # of a rank that was lost after it had written
     with writing(path):
         path.write_text(json.dumps(content, indent=1))
         _sync(path)
@@ -300,13 +308,13 @@ class CollectiveCheckpoints:
         return moved
 
     def begin_attempt(self, leader: int) -> None:
-        """Collective, in a new group: begin an attempt, as another group may have left files of
-        ranks that are no more, and go on from the newest checkpoint of which any rank knows."""
+        """Collective, in a new group: begin an attempt, since another group may have left files of
+        lost ranks, and go on from the newest checkpoint that any rank knows."""
         worker = self._worker
         if worker.rank == leader:
             self._attempt = RunAttempt.begin(self._folder)
         number = 0 if self._attempt is None else self._attempt.number
-        known = exchange.gather_numbers(worker, (self.index, number))
+        known = exchange.gather_numbers(worker, (self.index, number), worker.everyone)
         self.index = int(max(index for index, _ in known))
         self._attempt = RunAttempt(self._folder, int(known[leader][1]))
         self.all_have_folder("with it the run writes no checkpoints")
@@ -356,8 +364,8 @@ class CollectiveCheckpoints:
             self.require_own(index)
 
     def without_lost(self, parts: list[Contribution]) -> list[Contribution]:
-        """Collective, after `newest`: return the `parts` of snapshots of which no rank lost a part.
-        An average over the ranks that are left would be another figure."""
+        """Collective, after `newest`: return the `parts` of the snapshots that are complete: no
+        rank lost its part. An average over the ranks that are left would be another figure."""
         worker = self._worker
         lost = torch.zeros(len(worker.snapshots.due) + 1, dtype=torch.int32)
         lost[list(self._snapshots.lost)] = 1
@@ -458,7 +466,7 @@ class CollectiveCheckpoints:
             send_object(transport, digest, leader)
             return bool(transport.receive(leader, Tag.CHECKPOINT).wait())
         files: dict[str, str] = {}
-        for rank in manifest.present:
+        for rank in self._ranks:
             with contextlib.suppress(PeerLost):
                 written = digest if rank == leader else receive_object(transport, rank)
                 if written is not None:

@@ -1,12 +1,15 @@
 """A session whose ranks may be lost, or join: it goes on in the next group of them.
 
 It goes on from what each rank keeps (`trainer/regrouping.py`), with the same objects. Under other
-strategies it goes on from the newest checkpoint, with a new session, as a restarted run does.
+strategies it goes on from the newest checkpoint, with a new session, as a restarted run does. Under
+some of these the ranks write that checkpoint after the loss (`AfterLoss.HANDED_OVER`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +21,7 @@ from torch import nn
 
 from orchestra import exchange
 from orchestra.collectives import all_reduce
+from orchestra.coordinator.batches import HeldWork, rebuilt
 from orchestra.data.feed import open_samples
 from orchestra.errors import GroupChanged, PeerLost, RunFailed
 from orchestra.optimizers.state import capture, random_state, restore
@@ -28,6 +32,8 @@ from orchestra.strategies.phases import Phases
 from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task
 from orchestra.trainer import checkpoints, setup
+from orchestra.trainer.checkpoint_files import LOST, DamagedCheckpoint, Manifest, verify
+from orchestra.trainer.members import Members, Survivors, handed_over
 from orchestra.trainer.recorder import Order
 from orchestra.trainer.regrouping import (
     NO_STEPS,
@@ -42,13 +48,16 @@ from orchestra.trainer.regrouping import (
     take_moments,
     with_own,
 )
-from orchestra.trainer.session import Session
+from orchestra.trainer.session import Session, role_of
 from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.trace import Trace
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Share
 from orchestra.worker.runtime import RESTING, Runtime
 from orchestra.worker.worker import Worker
+
+NO_QUEUE = HeldWork(-1)
+"""Stands for what a rank holds that takes no batches from a queue."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class ElasticSession(Session):
     ) -> None:
         self._enters = enters  # until it is taken in
         self._before = before
+        self._rests = False  # all ranks do, and there is a checkpoint of it
         super().__init__(runtime, run, strategy, folder)
 
     # Its beginning
@@ -130,6 +140,8 @@ class ElasticSession(Session):
             self.retreat = self._make_retreat()
         elif not self.checkpoints.all_have_folder("a loss ends the run, and nobody can join it"):
             return
+        elif self.run.after_loss.hands_over:
+            self.retreat = StepStart(self.worker, self._live_state)
         elif self._before is None and not self.training.checkpoint_every:
             self._tell_of_checkpoints()
         self._tell_that_it_is_elastic()
@@ -195,6 +207,7 @@ class ElasticSession(Session):
             return True
         if saved:
             reporter.phase(RESTING)
+            self._rests = True
             raise GroupChanged()
         return False
 
@@ -207,7 +220,9 @@ class ElasticSession(Session):
             self._group_change = change
         told = {} if change is None else self.of_the_run()
         before, engine = Before(self.task, self.trace, self.setup, change, told), self.engine
-        self._let_go()
+        hands_over = self.run.after_loss.hands_over
+        if not hands_over:
+            self._let_go()
         while True:
             try:
                 error.__traceback__ = None  # which holds what the program had
@@ -215,12 +230,91 @@ class ElasticSession(Session):
                 assert engine.regroup is not None
                 engine = engine.regroup(error)
                 engine.reporter.phase("set-up")
+                if hands_over:
+                    self.engine = engine
+                    self._hand_over(change)
+                    self._let_go()
+                    hands_over = False
                 run = replace(self.run, training=replace(self.training, ranks=engine.ranks))
                 session = ElasticSession(engine, run, self.strategy, self.folder, before=before)
                 session.begin()
                 return session
             except (PeerLost, GroupChanged) as again:  # there is one more change
                 error = again
+
+    def _hand_over(self, change: NoticedChange | None) -> None:
+        """Write what the ranks of the new group hold as a checkpoint, from which it resumes.
+
+        Collective. Writes nothing where all rested, since their checkpoint is as new, and where
+        ranks are in different phases. A newcomer knows of no `change`, and holds nothing.
+        """
+        consumed, phase, position = -1, 0, self.position
+        held: HeldWork | None = None
+        if change is not None:
+            phase = self.phases.number + 1
+            if self.phases.worker.rank in self.phases.roles.workers:
+                consumed, held = position.consumed, self.phases.member.held_work()
+        worker, loss = self._move_worker(), self.worker.step.loss
+        row = consumed, phase, self._rests, loss, *(held or NO_QUEUE)
+        rows = exchange.gather_numbers(worker, row, worker.everyone)
+        most = max(int(row[0]) for row in rows)
+        phases = {row[1] for row in rows if row[1]}
+        if most < 0 or len(phases) > 1 or any(row[2] for row in rows):
+            return
+        donor = next(rank for rank, row in enumerate(rows) if row[0] == most)
+        held_by_all = [
+            HeldWork(int(dealt), int(first), int(end), bool(pushed))
+            for *_, dealt, first, end, pushed in rows
+            if dealt != NO_QUEUE.dealt
+        ]
+        if held_by_all:
+            start, owed = rebuilt(held_by_all, most)
+            position = replace(position, owed=owed)
+            most = start - sum(end - first for first, end in owed)
+        self.checkpoints.begin_attempt(donor)
+        if change is None:
+            self.checkpoints.take({}, Manifest(), donor, whole=False)
+            return
+        assert self.retreat is not None
+        self.retreat.state(position.steps)  # a step under way is void
+        worker.snapshots.go_back_to(most)
+        before, members = change.members, self.engine.members
+        lost = frozenset(rank for rank, slot in enumerate(before) if slot not in members)
+        speaker = before.index(members[donor])
+        handed = handed_over(self.phases, in_parts=False, survivors=Survivors(speaker, lost))
+        if worker.rank == donor:
+            handed["moments"] += self._moments_of(lost, before)
+        # Free workers are in steps of their own.
+        is_behind = not held_by_all and 0 <= consumed < most
+        if is_behind:
+            position = replace(position, steps=position.steps + 1)
+        state = {**self.checkpoint_state(), "position": position, "handed": handed}
+        roles = {slot: role_of(rank, self.phases.roles) for rank, slot in enumerate(before)}
+        roles_left = tuple(roles.get(slot, LOST) for slot in members)
+        manifest = replace(self._manifest(), members=roles_left, consumed=most, speaker=donor)
+        self.checkpoints.take(state, manifest, donor)
+        if is_behind:
+            # Its step is done by the others, with what it has contributed.
+            worker.step.consumed, worker.step.loss = most, rows[donor][3]
+            self.recorder.step(position.steps)
+
+    def _moments_of(self, lost: frozenset[int], before: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Return the moments of the `lost` servers from the newest checkpoint of the group whose
+        members were `before`; give notice if it has none."""
+        index, folder = self.checkpoints.index, self.folder / "checkpoints"
+        servers = lost.intersection(self.phases.roles.servers)
+        if not servers or self.phases.traits.optimizer is Partition.REPLICATED:
+            return []  # nothing is lost, or workers have the moments
+        with contextlib.suppress(DamagedCheckpoint):
+            manifest = verify(folder, index)
+            if manifest.slots == before and manifest.phase == self.phases.number:
+                files = Members(folder, index, manifest).files
+                moments = [files[rank].unpacked("handed", "moments") for rank in sorted(servers)]
+                return list(itertools.chain(*moments))
+        self.runtime.reporter.notice(
+            "the moments of a lost server's slice begin anew: set checkpoint_every to keep them"
+        )
+        return []
 
     def _let_go(self) -> None:
         """Leave no memory to what the next session has anew."""
@@ -387,7 +481,7 @@ class ElasticSession(Session):
         }
 
     def _take_over_run(self, known: Mapping[str, Any], steps: int) -> None:
-        """Go on as a rank of the run of which this is `known`, after `steps` steps."""
+        """Go on as a rank of a run after `steps` steps; the facts `known` describe the run."""
         self._take_note_of(known)
         self.recorder.go_on_from(steps, self._group_change.noticed)
         self.worker.snapshots.started = self._now() - self._group_change.noticed

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.coordinator.batches import BatchQueue, WorkSource
+from orchestra.coordinator.batches import Batch, BatchQueue, WorkSource
 from orchestra.coordinator.events import Finish, Instruction, RestAt, Take, Wait
 from orchestra.coordinator.planned import PlannedWork
 from orchestra.coordinator.rest import Reason, Rest
@@ -39,6 +39,9 @@ class Position:
     consumed: int = setting(0, "samples of the cluster, as far as this rank knows", low=0)
     plan_start: int = setting(0, "of the plan under way", low=0)
     plan_step: int = setting(0, "at which it stands", low=0)
+    owed: tuple[Batch, ...] = setting(
+        (), "batches that the coordinator of a queue had handed out, and that nobody has done"
+    )
     own: int | None = setting(None, "samples read of its shard, where a queue deals out", low=0)
 
 
@@ -59,14 +62,22 @@ def plan_of_roles(
 
 
 def queue_of(
-    training: Training, budget: int, begun_on: int | None, start: int, shares: Shares
+    training: Training,
+    budget: int,
+    begun_on: int | None,
+    owed: tuple[Batch, ...],
+    done: int,
+    shares: Shares,
 ) -> BatchQueue:
-    """Return a queue of the same samples; batches are as large as in a step of the plan."""
+    """Return a queue of the samples that are left after `done` samples: the batches in `owed`, and
+    what no batch has had. Batches are as large as in a step of the plan."""
+    start = done + sum(end - first for first, end in owed)
     plan = plan_of_roles(training, start, budget, shares, begun_on=begun_on)
     counts = apportion(plan.global_batch, plan.shares)
     sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)
     every = training.checkpoint_every
-    return BatchQueue(plan.start, budget, sizes, every and every * plan.global_batch)
+    rest_every = every and every * plan.global_batch
+    return BatchQueue(plan.start, budget, sizes, rest_every, owed=owed)
 
 
 class ServedWork:
@@ -131,7 +142,7 @@ class Loop(ABC):
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
         phases, worker, position = self.phases, self.worker, self.position
-        rank = worker.rank
+        rank, position.owed = worker.rank, ()  # the queue of this phase has them
         self._base_rates = worker.optimizer.base_rates
         self._roles = roles = phases.roles
         self._traits = phases.traits

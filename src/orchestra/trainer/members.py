@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from orchestra.optimizers.spec import OptimizerPart, join_moments
 from orchestra.settings.base import Mismatch, from_plain, to_plain
 from orchestra.strategies.base import Roles
 from orchestra.strategies.phases import Phases
-from orchestra.trainer.checkpoint_files import LOST, DamagedCheckpoint, Manifest, rank_file
+from orchestra.trainer.checkpoint_files import DamagedCheckpoint, Manifest, rank_file
 from orchestra.trainer.checkpoints import TENSOR, Unpacked, unpack
 from orchestra.trainer.loop import Position
 from orchestra.trainer.recorder import SECONDS, Spent, Totals
@@ -31,21 +32,41 @@ from orchestra.worker.snapshots import ModelRange
 from orchestra.worker.worker import Measures
 
 
-def handed_over(phases: Phases, *, in_parts: bool) -> dict[str, Any]:
-    """Return what this rank's member contributes to a run on another number of ranks, at rest.
+@dataclass(frozen=True)
+class Survivors:
+    """What a loss has left of a group in lockstep, by the numbers that ranks had in the group.
 
-    Where all replicas are equal the first worker speaks for all, unless each has a part of the
-    model (`in_parts`).
+    The `speaker` is a worker with the newest state; the `lost` ranks are gone.
+    """
+
+    speaker: int
+    lost: frozenset[int] = frozenset()
+
+
+def handed_over(
+    phases: Phases, *, in_parts: bool, survivors: Survivors | None = None
+) -> dict[str, Any]:
+    """Return what this rank's member contributes to a run on another number of ranks.
+
+    If all replicas are equal, one worker speaks for all: the first one, or the speaker of the
+    `survivors`. If each rank has a part of the model (`in_parts`), each speaks for its own. The
+    speaker of survivors also hands over its copy of the slices of lost servers.
     """
     worker, lockstep = phases.worker, phases.traits.lockstep
+    survivors = survivors or Survivors(worker.workers.ranks[0])
     kept, works = phases.member.kept(), worker.rank in worker.workers.ranks
-    speaks = works and (in_parts or not lockstep or worker.rank == worker.workers.ranks[0])
+    speaks = works and (in_parts or not lockstep or worker.rank == survivors.speaker)
     if in_parts:
         # Where its part lies in the whole model is what snapshots go by, too.
         parts = worker.snapshots.conclude("parameters", worker.parameters)
         learnt = [Learnt(part.offset, part.values) for part in parts]
     else:
         learnt = [each for each in kept.learnt if each.owner in (None, worker.rank)]
+        learnt += [
+            replace(each, weight=1.0)
+            for each in kept.learnt
+            if worker.rank == survivors.speaker and each.owner in survivors.lost
+        ]
     parts_of_moments = list(kept.parts)
     if kept.optimizer is not None and not kept.parts and speaks:
         named = worker.named_parameters().items()
@@ -197,7 +218,8 @@ class Members:
         works = rank in roles.workers
         # As many for all, and no worker makes a step of that number again
         steps = max(self.steps(rank) for rank in self.files) if works else 0
-        position = Position(steps, manifest.consumed, manifest.consumed)
+        owed = tuple((first, end) for first, end in self.first.tree["position"].get("owed", ()))
+        position = Position(steps, manifest.consumed, manifest.consumed, owed=owed)
         return {
             "position": to_plain(position),
             "totals": to_plain(self._totals(rank, roles)),
@@ -218,7 +240,7 @@ class Members:
         if rank in roles.workers:
             place = roles.workers.index(rank)
             done = sum(t.samples for t in totals)
-            if LOST in self.manifest.members:  # what a lost rank had done is in nobody's account
+            if not self.manifest.each_can_resume:  # a lost rank's samples are in no account
                 done = max(done, self.manifest.consumed)
             samples = _even(done, place, len(roles.workers))
         loss = self.first.tree["totals"]["loss"]
@@ -297,7 +319,8 @@ class HeldMoments(Mapping[str, dict[str, Any]]):
 
 
 def _mean_of_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of the workers' moments of one parameter; the first's where there is none."""
+    """Return the mean of the workers' moments of one parameter; values without a mean are the first
+    worker's."""
     if len(states) == 1:
         return states[0]
     found = {}

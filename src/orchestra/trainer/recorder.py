@@ -419,8 +419,8 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
 
 
 def read_order(folder: Path, rank: int) -> Order:
-    """Return the order of a rank that `folder` keeps. Raises InputError: there is none, it is
-    damaged, or it begins in the midst of a run."""
+    """Return the order of a rank that `folder` keeps. Raises InputError: it is missing or damaged,
+    or it begins in the midst of a run."""
     path = _file(folder, rank)
     try:
         order: Order = read_json(path, Order)

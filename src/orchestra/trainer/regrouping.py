@@ -3,8 +3,8 @@
 In lockstep the ranks that are left differ by one step at most, since none completes a step without
 the contribution of all. Those that have completed it keep it; the others, which have contributed to
 it, take it over from the first of these, and so do newcomers. Where replicas are averaged by
-rounds, the same holds for the last average. Where they are never equal, all go back to a step of
-which each has kept a copy, and take the mean there.
+rounds, the same holds for the last average. Where they are never equal, all ranks go back to a
+step whose state each has kept, and take the mean there.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class TakenOver(Retreat):
 class NoticedChange:
     """What a rank knows of a change of its group when it notices that.
 
-    It had begun `steps` steps, with the last one of which all would have consumed so many
-    `samples`.
+    It had begun `steps` steps. With the last of them, all ranks together would have consumed
+    `samples` samples.
     """
 
     members: tuple[int, ...]
@@ -308,7 +308,7 @@ def take_moments(member: Member[Any], state: Any) -> None:
 
 
 def with_own(state: Any, own: Any) -> Any:
-    """Return the `state` that a rank has taken over, with what its member keeps beside that."""
+    """Return the `state` that a rank has taken over, completed by what its own member keeps."""
     member = _merged(own["strategy"]["member"], state["strategy"]["member"])
     return {**state, "strategy": {**state["strategy"], "member": member}}
 

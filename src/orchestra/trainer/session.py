@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestra.coordinator.batches import BatchQueue
 from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.errors import GroupChanged, InputError, PeerLost, RunFailed
@@ -25,6 +25,7 @@ from orchestra.optimizers.state import (
     undisturbed,
 )
 from orchestra.records.exports import Scalars, write_curve_events
+from orchestra.records.files import steps_file, steps_files
 from orchestra.records.report import LeaderReport, Membership, Point, RankReport, Regrouping
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
@@ -70,7 +71,7 @@ class Saved:
     moments: Any = None  # by parameter, where the checkpoint is of another number of ranks
 
 
-def _role(rank: int, roles: Roles) -> str:
+def role_of(rank: int, roles: Roles) -> str:
     """Return the role of `rank` in words."""
     named = {"worker": roles.workers, "server": roles.servers}
     return " and ".join(name for name, ranks in named.items() if rank in ranks) or "none"
@@ -123,7 +124,7 @@ class Session(Loop):
         self.scalars: Scalars | None = None
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
-        path = None if self.shared else folder / f"steps-rank-{runtime.slot}.jsonl"
+        path = None if self.shared else steps_file(folder, runtime.slot)
         self.recorder = Recorder(
             self.worker, path, self.totals, self.position.steps, self.scalars, kept=self.kept_steps
         )
@@ -158,11 +159,15 @@ class Session(Loop):
         in parts that are no larger than those on as many ranks as the run had at first."""
         self.worker.accumulation = self.training.micro_batches(self.begun_on)
         if self.training.work == "shared":
-            given = self.training, self.budget, self.begun_on
-            self.worker.queue_of = functools.partial(queue_of, *given)
+            self.worker.queue_of = self._queue_of
+
+    def _queue_of(self, done: int, shares: tuple[float, ...]) -> BatchQueue:
+        """Return the queue of what is left after `done` samples, for ranks with these shares."""
+        given = self.training, self.budget, self.begun_on, self.position.owed
+        return queue_of(*given, done, shares)
 
     def _intercepted(self, repeats: Order | None) -> Runtime:
-        """Return the engine's runtime with whoever records, repeats or traces this run."""
+        """Return the engine's runtime, whose interceptors record, repeat or trace this run."""
         runtime = self.engine
         if repeats is not None:
             runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
@@ -470,7 +475,7 @@ class Session(Loop):
         self.history = manifest.history
         worker.snapshots.due = tuple(evenly_due(self.budget, manifest.snapshots))
         self._deal_out()
-        if manifest.ranks == self.training.ranks and LOST not in manifest.members:
+        if manifest.ranks == self.training.ranks and manifest.each_can_resume:
             saved = self.checkpoints.own(index)
         else:
             saved = self._taken_over(index, manifest)
@@ -499,8 +504,7 @@ class Session(Loop):
         runtime = self.runtime
         self.kept_steps = known.get(runtime.slot)
         if runtime.rank == 0:
-            for path in self.folder.glob("steps-rank-*.jsonl"):
-                slot = int(path.stem.removeprefix("steps-rank-"))
+            for slot, path in steps_files(self.folder).items():
                 if slot not in (runtime.members or range(runtime.ranks)):
                     keep_first(path, known.get(slot, steps))
 
@@ -596,7 +600,7 @@ class Session(Loop):
         ranks, there = range(runtime.ranks), self.worker.everyone.ranks
         return Manifest(
             generation=0,
-            members=tuple(_role(rank, roles) if rank in there else LOST for rank in ranks),
+            members=tuple(role_of(rank, roles) if rank in there else LOST for rank in ranks),
             slots=runtime.members,
             layout={
                 "parameters": traits.partition.name.lower(),

@@ -11,6 +11,7 @@ from orchestra.data import IID, Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, RateSchedule
 from orchestra.records.exports import TRACKERS, require_tracker
+from orchestra.records.record import ToTarget
 from orchestra.records.report import Point
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
@@ -75,7 +76,7 @@ class Training(Settings):
     samples for the whole run, whatever the roles of the ranks.
 
     With `equal` = global_batch the workers process ranks x batch_size samples a step together,
-    however many of the ranks are workers: beside a dedicated server each one has more.
+    however many of the ranks are workers: with dedicated servers each worker has more.
     """
 
     _: KW_ONLY
@@ -393,12 +394,12 @@ class Run(Settings):
     def _check_groups(self, least: int) -> None:
         """Refuse what fewer ranks could not go on with, of those that may be left after losses."""
         training, after_loss = self.training, self.after_loss
-        if training.tensors == "shapes" and after_loss is not AfterLoss.IN_PLACE:
+        if training.tensors == "shapes" and not after_loss.is_in_place:
             raise InputError(
                 f"min_ranks: a run of shapes under {self.strategy!r} ends when it loses a rank, as "
                 "it has no values to go on from: leave it out, or set tensors to real"
             )
-        if after_loss is AfterLoss.IN_PLACE and self._belongs_to_its_ranks is not None:
+        if after_loss.is_in_place and self._belongs_to_its_ranks is not None:
             return  # a loss is the end of the run, or none of its group
         if (name := self._belongs_to_its_ranks) is not None:
             raise InputError(
@@ -426,12 +427,12 @@ def evenly_due(budget: int, number: int) -> list[int]:
     return [budget * (k + 1) // number for k in range(number)]
 
 
-def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, float | None]:
-    """Return the fields of a record that tell when `target` was reached: seconds on the stopwatch.
+def target_times(curve: Sequence[Point], target: Target | None) -> ToTarget:
+    """Return when `target` was reached, in seconds on the stopwatch.
 
-    `time_to_target_seconds` is that of the first snapshot whose `metrics` reach it: those of the
+    `seconds` is that of the first snapshot whose `metrics` reach it: those of the
     model, or the nodes' mean where replicas differ. It was reached after the snapshot before, at
-    `time_to_target_after_seconds` (0 before the first), and by then. The two others are those of
+    `after` (0 before the first), and by then. The two others are those of
     the first snapshot at which the worst node, and the average of the replicas, reach it. All are
     None where they do not.
     """
@@ -451,9 +452,5 @@ def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, flo
     reached = first(lambda point: reach(point.metrics))
     before = 0.0 if reached == 0 else seconds(None if reached is None else reached - 1)
     every_node = first(lambda point: bool(point.nodes) and all(map(reach, point.nodes.values())))
-    return {
-        "time_to_target_seconds": seconds(reached),
-        "time_to_target_after_seconds": before,
-        "time_to_target_worst_node_seconds": seconds(every_node),
-        "time_to_target_average_seconds": seconds(first(lambda point: reach(point.average))),
-    }
+    average = first(lambda point: reach(point.average))
+    return ToTarget(seconds(reached), before, seconds(every_node), seconds(average))

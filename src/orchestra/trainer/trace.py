@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from orchestra.cluster.units import BYTES
-from orchestra.records.report import Instant, Message, Timeline, TimelineSlice
+from orchestra.records.report import Instant, MessageKey, Timeline, TimelineSlice
 from orchestra.transports.tags import tag_name
 from orchestra.worker.interception import HookedCall, HookedFlow, Interceptor
 from orchestra.worker.runtime import Work
@@ -196,7 +196,7 @@ class Trace(Interceptor):
             "tag": tag_name(tag),
             "peer": to,
         }
-        message = Message(flow.transport.rank, to, tag, number)
+        message = MessageKey(flow.transport.rank, to, tag, number)
         self._add(flow, "send", name, start, self._now(), about, message)
         return handle
 
@@ -225,8 +225,9 @@ class Trace(Interceptor):
     ) -> T:
         """Wait for a message: first until something moves, then for the rest of it.
 
-        The transport counts how long it had nothing to move, but not when: here that comes first.
-        Of a receive from any source the sender, and so the number, is known at the end.
+        The transport counts how long it had nothing to move, but not when. Here that time is placed
+        before the rest. For a receive from any source, the sender, and so the message's number, is
+        known at the end.
         """
         traffic, peer, tag = flow.transport.traffic, operation.peer, tag_name(operation.tag)
         waited, moved, start = traffic.seconds_waiting, traffic.seconds_communicating, self._now()
@@ -240,7 +241,9 @@ class Trace(Interceptor):
             source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
             name = f"receive {_size_text(size)} from {_name(flow, source)}"
             about = {"payload_bytes": size, "tag": tag, "peer": source}
-            message = Message(source, flow.transport.rank, operation.tag, self._number(operation))
+            message = MessageKey(
+                source, flow.transport.rank, operation.tag, self._number(operation)
+            )
             self._add(flow, "receive", name, moving, end, about, message)
         elif traffic.seconds_communicating > moved:  # else it had been complete
             name = f"send the rest to {_name(flow, peer)}"
@@ -260,7 +263,7 @@ class Trace(Interceptor):
         start: float,
         end: float,
         about: dict[str, Any],
-        message: Message | None = None,
+        message: MessageKey | None = None,
     ) -> None:
         if not self._serving:
             about["step"] = self._step

@@ -32,7 +32,7 @@ class HandOver:
         traffic.seconds_waiting += time.perf_counter() - started
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        """Make `change`, and let whoever waits look again."""
+        """Make `change`, and let waiting flows check their conditions again."""
         with self._changed:
             change()
             self._changed.notify_all()

@@ -105,9 +105,8 @@ def _round(
             yield message._replace(kind=StepKind.TAKE)
             if message.scratch >= 0:
                 for sending in leaving.get((first, end), ()):
-                    # As in a butterfly, where both partners send what they add to: the other one
-                    # has to get what was there when the round began
-                    # (docs/decisions/0017-all-reduce-family.md).
+                    # In a butterfly both partners send what they add to: the partner has to get the
+                    # values from the beginning of the round.
                     yield sending[place]._replace(kind=StepKind.FREE)
                 yield message._replace(kind=StepKind.ADD)
             yield from messages[place + 2 : place + 3]
@@ -226,7 +225,7 @@ def execute_in_stages(
     carry_out: Callable[[SumStage], tuple[float, float] | None],
     exchange: Exchange | None = None,
 ) -> int:
-    """`execute` a collective of which the places `local` share memory with this rank.
+    """`execute` a collective in which the ranks at the places `local` share memory with this one.
 
     Args:
         carry_out: does this rank's part in a stage; when it began, and until when it waited for

@@ -1,7 +1,8 @@
 /* Moves one rank's rows of a schedule over its connections: what executor.py calls.
 
    Rows are in the order of schedules/rows.py. Each connection takes its rows in order, in each of
-   its two directions, and begins a job there with a frame, which both ends have to agree on. A row
+   its two directions, and begins a collective there with a frame, which both ends have to agree on.
+   A job has some rounds of a collective, not always the same ones at both ends. A row
    moves as far as earlier rows allow (`limit`), byte by byte, so that what has arrived of a piece
    leaves again before the rest has arrived.
 
@@ -14,6 +15,7 @@
 #include <poll.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -31,7 +33,9 @@ enum { NONE = -1 };
 enum { MAGIC = 0x656e616c };
 /* Bytes of one call: a send should hide its cost and let the other direction have its turn; what is
    to be added should still be in the cache nearest to the core. */
-enum { CALL = 1 << 20, SCRATCH = 1 << 16, WIDEST = 16 };
+enum { CALL = 1 << 20, SCRATCH = 1 << 15, WIDEST = 16 };
+#define FOREVER 1e6  /* seconds */
+enum { MARKS = 256, SLACK_NANOSECONDS = 1000 };
 
 /* The order of DTYPES in framing.py. */
 enum {
@@ -44,7 +48,8 @@ struct row {  /* bytes from `first` to before `end` of the vector */
     int64_t first, end;
     int32_t conn;  /* the connection that they cross */
     uint8_t sends, adds;
-    uint8_t unused[2];
+    uint8_t opens;   /* the first of a collective that crosses the connection in this direction */
+    uint8_t unused;
 };
 
 struct place {  /* of a row */
@@ -55,18 +60,34 @@ struct place {  /* of a row */
 
 struct frame {  /* what both ends of a connection have to agree on: 32 bytes */
     uint32_t magic, dtype;
-    uint32_t lane, job;  /* the lane, and how many jobs crossed this connection before */
+    uint32_t lane, job;  /* the lane, and how many collectives crossed this connection before */
     uint64_t bytes, table;  /* of the vector; a hash of the schedule and the edges of its pieces */
 };
 
 struct side {  /* one direction of a connection */
-    uint32_t jobs;  /* that have crossed it */
+    uint32_t jobs;  /* collectives that have begun to cross it */
     int32_t row;    /* that moves now, or NONE */
     int32_t framed; /* bytes of the frame that have moved */
     int32_t waits;  /* for the kernel, until it can be written, or read */
 };
 
+struct mark {  /* bytes of a delay line up to `end` may leave from `due` on */
+    int64_t end;
+    double due;
+};
+
+/* Where what a connection sends is on its way: a link whose latency the kernel does not have. */
+struct delay_line {
+    char *room;
+    int64_t size;        /* of the room */
+    int64_t entered, left;  /* bytes so far */
+    double latency;      /* seconds */
+    int64_t first, marked;  /* marks that are gone, and marks so far */
+    struct mark marks[MARKS];
+};
+
 struct conn {
+    struct delay_line *delay;   /* NULL: bytes leave at once */
     int32_t fd, carried;
     struct side sides[2];
     struct frame frame;    /* that has arrived */
@@ -93,6 +114,10 @@ struct job {
     int64_t low;       /* all rows before this one are done */
     double waited, moving;  /* out: seconds blocked before a row began to arrive, and after that */
 };
+
+/* Sizes in which executor.py has to agree: it looks, as code may be newer than what was compiled. */
+const int32_t executor_layout[] = {sizeof(struct row), sizeof(struct place), sizeof(struct delay_line),
+                                   sizeof(struct conn), sizeof(struct job)};
 
 static double now(void)
 {
@@ -207,8 +232,6 @@ static void advance(struct job *job, struct side *side, int64_t bytes)
     if (place->at < job->rows[side->row].end)
         return;
     side->row = place->next;
-    if (side->row == NONE)
-        side->jobs++;
     while (job->low < job->count && job->places[job->low].at == job->rows[job->low].end)
         job->low++;
 }
@@ -230,11 +253,86 @@ static int is_later(void)
     return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
+/* --- latencies -------------------------------------------------------------------------------- */
+
+static void enter(struct delay_line *delay, const void *bytes, int64_t count)
+{
+    int64_t at = delay->entered % delay->size, straight = delay->size - at;
+    straight = count < straight ? count : straight;
+    memcpy(delay->room + at, bytes, straight);
+    memcpy(delay->room, (const char *)bytes + straight, count - straight);
+    delay->entered += count;
+}
+
+/* Return how many bytes of the present row can enter the delay line of its connection. */
+static int64_t enterable(const struct job *job, const struct conn *conn)
+{
+    const struct side *side = &conn->sides[OUT];
+    const struct delay_line *delay = conn->delay;
+    if (side->row == NONE || delay->marked - delay->first == MARKS)
+        return 0;
+    int64_t left = limit(job, side->row) - job->places[side->row].at;
+    int64_t free = delay->size - (delay->entered - delay->left) - (int64_t)sizeof(struct frame);
+    left = left < free ? left : free;
+    return left < 0 ? 0 : left < CALL ? left : CALL;
+}
+
+/* As `push`: what is sent enters the delay line, and leaves it after the latency. */
+static int push_late(struct job *job, int32_t number, int64_t *moved)
+{
+    struct conn *conn = job->conns[number];
+    struct side *side = &conn->sides[OUT];
+    struct delay_line *delay = conn->delay;
+    double present = now();
+    int64_t count = enterable(job, conn);
+    if (count) {
+        struct frame frame = frame_of(job, side);
+        enter(delay, &frame, sizeof frame - side->framed);
+        side->jobs += side->framed < (int32_t)sizeof frame;
+        side->framed = sizeof frame;
+        enter(delay, job->vector + job->places[side->row].at, count);
+        delay->marks[delay->marked++ % MARKS] = (struct mark){delay->entered, present + delay->latency};
+        advance(job, side, count);
+        *moved += count;
+    }
+    const struct mark *mark = &delay->marks[delay->first % MARKS];
+    if (delay->first == delay->marked || mark->due > present || side->waits)
+        return DONE;
+    int64_t at = delay->left % delay->size, straight = delay->size - at, due = mark->end - delay->left;
+    ssize_t sent = send(conn->fd, delay->room + at, due < straight ? due : straight,
+                        MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && !is_later())
+        return ended(job, number, errno);
+    if (sent < (due < straight ? due : straight))
+        side->waits = 1;
+    if (sent > 0) {
+        *moved += sent;
+        delay->left += sent;
+        delay->first += delay->left == mark->end;
+    }
+    return DONE;
+}
+
+/* Return whether bytes are on their way that have to leave before the job is done. */
+static int is_on_its_way(const struct job *job)
+{
+    for (int64_t number = 0; number < job->crossing; number++) {
+        const struct delay_line *delay = job->conns[number]->delay;
+        if (delay && delay->left < delay->entered)
+            return 1;
+    }
+    return 0;
+}
+
+/* --- moving ----------------------------------------------------------------------------------- */
+
 /* Send what may leave of the present row, one call's worth; count what left in `moved`. */
 static int push(struct job *job, int32_t number, int64_t *moved)
 {
     struct conn *conn = job->conns[number];
     struct side *side = &conn->sides[OUT];
+    if (conn->delay)
+        return push_late(job, number, moved);
     if (side->row == NONE || side->waits)
         return DONE;
     int64_t at = job->places[side->row].at, left = limit(job, side->row) - at;
@@ -257,6 +355,7 @@ static int push(struct job *job, int32_t number, int64_t *moved)
     *moved += sent;
     int32_t of_frame = sent < unframed ? sent : unframed;
     side->framed += of_frame;
+    side->jobs += of_frame && side->framed == sizeof frame;
     advance(job, side, sent - of_frame);
     return DONE;
 }
@@ -287,10 +386,13 @@ static int receive_frame(struct job *job, int32_t number, int64_t *moved)
         return ENDED;
     side->framed += got;
     *moved += got;
-    if (got == length && memcmp(&conn->frame, &expected, sizeof expected)) {
+    if (got < length)
+        return DONE;
+    if (memcmp(&conn->frame, &expected, sizeof expected)) {
         job->where = number;
         return MISMATCH;
     }
+    side->jobs++;
     return DONE;
 }
 
@@ -341,6 +443,8 @@ static void begin(struct job *job)
     for (int64_t number = 0; number < job->crossing; number++) {
         struct conn *conn = job->conns[number];
         conn->carried = 0;
+        if (conn->delay)
+            prctl(PR_SET_TIMERSLACK, SLACK_NANOSECONDS);  /* a latency may be shorter than the usual */
         for (int way = OUT; way <= IN; way++)
             conn->sides[way] = (struct side){conn->sides[way].jobs, NONE, 0, 0};
     }
@@ -349,12 +453,16 @@ static void begin(struct job *job)
         struct side *side = &job->conns[row->conn]->sides[row->sends ? OUT : IN];
         job->places[number] = (struct place){row->first, side->row, 0};
         side->row = number;
+        side->framed = row->opens ? 0 : sizeof(struct frame);
     }
     job->begun = 1;
 }
 
-static int is_open(const struct job *job, const struct side *side)
+static int is_open(const struct job *job, const struct conn *conn, int way)
 {
+    const struct side *side = &conn->sides[way];
+    if (way == OUT && conn->delay)
+        return side->waits;
     return side->row != NONE && limit(job, side->row) > job->places[side->row].at;
 }
 
@@ -363,16 +471,21 @@ static int block(struct job *job)
 {
     struct pollfd *polls = job->polls;
     int partly = 0;
+    double began = now(), patience = job->patience < 0 ? FOREVER : 1e-3 * job->patience, due = patience;
     for (int64_t number = 0; number < job->crossing; number++) {
         struct conn *conn = job->conns[number];
-        int events = (is_open(job, &conn->sides[OUT]) ? POLLOUT : 0) |
-                     (is_open(job, &conn->sides[IN]) ? POLLIN : 0);
+        const struct delay_line *delay = conn->delay;
+        if (delay && delay->first < delay->marked && !conn->sides[OUT].waits) {
+            double left = delay->marks[delay->first % MARKS].due - began;
+            due = left < due ? left > 0 ? left : 0 : due;
+        }
+        int events = (is_open(job, conn, OUT) ? POLLOUT : 0) | (is_open(job, conn, IN) ? POLLIN : 0);
         /* Without events it would still tell of its end, again and again. */
         polls[number] = (struct pollfd){events ? conn->fd : NONE, events, 0};
     }
     polls[job->crossing] = (struct pollfd){job->news, POLLIN, 0};
-    double began = now();
-    int ready = poll(polls, job->crossing + 1, job->patience);
+    struct timespec pause = {(time_t)due, (long)(1e9 * (due - (time_t)due))};
+    int ready = ppoll(polls, job->crossing + 1, &pause, NULL);
     double passed = now() - began;
     for (int64_t number = 0; number < job->crossing; number++) {
         struct conn *conn = job->conns[number];
@@ -389,6 +502,8 @@ static int block(struct job *job)
         }
     }
     *(partly ? &job->moving : &job->waited) += passed;
+    if (ready == 0 && due < patience)
+        return DONE;
     return ready <= 0 || polls[job->crossing].revents ? LOOK : DONE;
 }
 
@@ -399,7 +514,7 @@ int executor_run(struct job *job)
     char scratch[SCRATCH + WIDEST] __attribute__((aligned(64)));
     if (!job->begun)
         begin(job);
-    while (job->low < job->count) {
+    while (job->low < job->count || is_on_its_way(job)) {
         int64_t moved = 0;
         for (int32_t number = 0; number < job->crossing; number++) {
             int found = push(job, number, &moved);

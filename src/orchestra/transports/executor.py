@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from orchestra.errors import InputError
 from orchestra.schedules import Schedule
-from orchestra.schedules.rows import Rows, rows_of
+from orchestra.schedules.rows import ROW, Rows, rows_of
 from orchestra.schedules.table import table_of
 from orchestra.transports.compiled import library, loaded
 from orchestra.transports.framing import DTYPES
@@ -31,10 +32,12 @@ DONE, LOOK, ENDED, MISMATCH = range(4)
 """What a call returns. LOOK: call it again, after a look at what the caller waits for besides."""
 
 MAGIC = 0x656E616C
-_SCRATCH_BYTES = 1 << 16
+_SCRATCH_BYTES = 1 << 15
 _WIDEST = 16  # bytes of an element
 _PLACE_BYTES = 16
 _POLL_BYTES = 8
+_MARKS = 256  # as in executor.c
+_DELAY_BYTES = 1 << 23  # on their way at once, over a connection with a latency
 
 # Those that torch adds, too.
 _SUMMED = "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64 complex64 complex128"
@@ -64,8 +67,23 @@ class _Side(ctypes.Structure):
     ]
 
 
+class _Mark(ctypes.Structure):
+    _fields_ = [("end", ctypes.c_int64), ("due", ctypes.c_double)]
+
+
+class _DelayLine(ctypes.Structure):
+    _fields_ = [
+        ("room", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("size", "entered", "left")),
+        ("latency", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("first", "marked")),
+        ("marks", _Mark * _MARKS),
+    ]
+
+
 class _Conn(ctypes.Structure):
     _fields_ = [
+        ("delay", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("fd", "carried")),
         ("out", _Side),
         ("into", _Side),
@@ -101,8 +119,27 @@ def _run() -> Callable[[int], int]:
 
 
 def is_there() -> bool:
-    """Return whether it has been compiled, and ORCHESTRA_COMPILED is not 0."""
-    return library(NAME) is not None
+    """Return whether it has been compiled, and ORCHESTRA_COMPILED is not 0.
+
+    Raises `InputError` if it was compiled from another version than this one.
+    """
+    compiled = library(NAME)
+    return compiled is not None and _is_current(compiled)
+
+
+@functools.cache
+def _is_current(compiled: ctypes.CDLL) -> bool:
+    sizes = [ROW.itemsize, _PLACE_BYTES, *map(ctypes.sizeof, (_DelayLine, _Conn, _Job))]
+    try:
+        found = list((ctypes.c_int32 * len(sizes)).in_dll(compiled, "executor_layout"))
+    except ValueError:  # of a version that does not tell
+        found = []
+    if found != sizes:
+        raise InputError(
+            "the compiled part of Orchestra is of another version: install Orchestra again, or set "
+            "ORCHESTRA_COMPILED=0"
+        )
+    return True
 
 
 class Wire:
@@ -118,6 +155,16 @@ class Wire:
         self.connection = connection
         self.state = _Conn(fd=connection.fileno())
         self.address = ctypes.addressof(self.state)
+        self._delay: tuple[_DelayLine, NDArray[np.uint8]] | None = None
+
+    def hold(self, latency: float) -> None:
+        """Let what jobs send from now on leave `latency` seconds later."""
+        if self._delay is None:
+            room = np.empty(_DELAY_BYTES, np.uint8)
+            delay = _DelayLine(room=_address(room), size=len(room))
+            self._delay = delay, room  # alive, as C has their addresses
+            self.state.delay = ctypes.addressof(delay)
+        self._delay[0].latency = latency
 
     def close(self) -> None:
         """Close the connection; no job may be in `run`. One that begins later finds its end."""
@@ -141,13 +188,15 @@ class Plan:
     """A rank's part in some rounds of a schedule, for vectors of one size.
 
     Attributes:
+        bytes: of a vector.
         rows: in bytes; the peer of each is a place in `peers`.
         address: of the rows.
         peers: the places in the group that this rank exchanges anything with.
-        table: a hash of the schedule, the rounds and the edges, the same on all ranks.
-        scratch: bytes of memory that a job uses beside the vector, where it adds.
+        table: a hash of the schedule and the edges, the same on all ranks.
+        scratch: bytes of memory that a job uses in addition to the vector, where it adds.
     """
 
+    bytes: int
     rows: Rows
     address: int
     peers: tuple[int, ...]
@@ -170,24 +219,26 @@ def plan_of(
 ) -> Plan:
     """Return the part of the rank at `index`, in the rounds from `first` to before `end`."""
     table = table_of(schedule)
-    rows = rows_of(table.parts(index, first, end), np.array(edges) * element_bytes)
+    cuts = np.array(edges) * element_bytes
+    # Of the whole collective up to there, as only its first rows open their connections.
+    before = len(rows_of(table.parts(index, 0, first), cuts)) if first else 0
+    rows = rows_of(table.parts(index, 0, end), cuts)[before:]
     peers = np.unique(rows["peer"])
     rows["peer"] = np.searchsorted(peers, rows["peer"])
-    hashed = hashlib.blake2b(repr((edges, first, end)).encode(), digest_size=8)
+    hashed = hashlib.blake2b(repr(edges).encode(), digest_size=8)
     for column in (table.begin, table.source, table.target, table.first, table.end, table.reduces):
         hashed.update(column.tobytes())
     number = int.from_bytes(hashed.digest(), "little")
     added = (rows["end"] - rows["first"])[rows["adds"] == 1].max(initial=0)
-    return Plan(
-        rows, _address(rows), tuple(peers.tolist()), number, min(int(added), _SCRATCH_BYTES)
-    )
+    size, scratch = edges[-1] * element_bytes, min(int(added), _SCRATCH_BYTES)
+    return Plan(size, rows, _address(rows), tuple(peers.tolist()), number, scratch)
 
 
 class Job:
-    """A plan carried out on a vector, over a wire to each of its peers.
+    """A plan carried out on one vector after the other, over a wire to each of its peers.
 
     Args:
-        vector: flat and contiguous, on the CPU.
+        dtype: of the vectors.
         wires: in the order of the plan's peers.
         lane: a number that both ends of a wire have to agree on.
         news: a descriptor; `run` returns `LOOK` when it can be read.
@@ -197,14 +248,14 @@ class Job:
     def __init__(
         self,
         plan: Plan,
-        vector: Tensor,
+        dtype: torch.dtype,
         wires: Sequence[Wire],
         lane: int,
         news: int = -1,
         patience: int = -1,
     ) -> None:
         assert len(wires) == len(plan.peers)
-        assert plan.fits(vector.dtype)
+        assert plan.fits(dtype)
         count, crossing = len(plan.rows), len(wires)
         self._run = _run()
         self._wires = wires
@@ -212,13 +263,23 @@ class Job:
         polls = np.empty((crossing + 1) * _POLL_BYTES, np.uint8)
         # An array of ctypes would be a new type each time, which takes longer than all else here.
         conns = np.array([wire.address for wire in wires], np.uintp)
-        self._kept = plan, places, polls, conns, vector  # alive, as C has their addresses
+        self._vector: Tensor | None = None
+        self._kept = plan, places, polls, conns  # alive, as C has their addresses
         self._state = _Job(
             plan.address, _address(places), _address(conns), _address(polls),
-            vector.data_ptr(), count, crossing, vector.nbytes, plan.table,
-            DTYPES.index(vector.dtype), lane, news, patience,
+            None, count, crossing, plan.bytes, plan.table,
+            DTYPES.index(dtype), lane, news, patience,
         )  # fmt: skip
         self._address = ctypes.addressof(self._state)
+
+    def begin(self, vector: Tensor) -> None:
+        """Let `run` carry out the plan on `vector`, which is flat and contiguous, on the CPU."""
+        state = self._state
+        assert vector.nbytes == state.bytes
+        self._vector = vector
+        state.vector = vector.data_ptr()
+        state.begun = state.low = 0
+        state.waited = state.moving = 0.0
 
     def run(self) -> int:
         """Move rows until all are done, there is news, or patience is at an end.

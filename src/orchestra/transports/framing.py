@@ -59,7 +59,7 @@ COPIED_BYTES = 1 << 12
 # TCP is 1.4 KB, and Python takes longer for it than a link does.
 LOW_WATER = 1 << 19
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
-# From here on a message to a rank of the same host goes in a segment (decision 123).
+# A message to a rank of the same host goes into a segment from this size on.
 SHARED_BYTES = 1 << 17
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 
@@ -173,7 +173,7 @@ class StreamEnded(ConnectionError):
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """A frame of which nobody waits for the end, and what the kernel has not taken of it.
+    """A frame that the kernel has not taken as a whole. Nobody waits until it has.
 
     It leaves no earlier than `due`, a time of `perf_counter`.
     """
@@ -228,7 +228,7 @@ class Stream:
         return bool(self.backlog) and self.backlog[0].due <= time.perf_counter()
 
     def next_due(self, now: float) -> float:
-        """Return when the first message that has to wait may leave; infinite if there is none."""
+        """Return when the first message that has to wait may leave; infinite if none waits."""
         return next((send.due for send in self.backlog if send.due > now), math.inf)
 
     def acknowledged_bytes(self) -> int:
@@ -388,7 +388,7 @@ class Stream:
         return self._segments.message(header.segment, header.payload_bytes)
 
     def _take(self, header: Header, payload: bytearray | memoryview) -> None:
-        """Deliver a message all of which is there; `payload` is given away."""
+        """Deliver a message that has arrived in full; `payload` is given away."""
         content = torch.frombuffer(payload, dtype=header.dtype)
         if len(header.shape) != 1:
             content = content.view(header.shape)

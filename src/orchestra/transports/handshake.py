@@ -42,7 +42,7 @@ HELLO_BYTES = _RANK.size + 32
 class TLS:
     """PEM files of one rank, or of all: its certificate, its private key, and the authority.
 
-    Whoever holds a certificate of `authority` belongs to the run; host names are not compared.
+    A process with a certificate of `authority` belongs to the run; host names are not compared.
     A certificate has to allow both client and server use (or not say).
     """
 
@@ -144,8 +144,9 @@ def connect(
 ) -> socket.socket:
     """Connect `sender` to `receiver` at `address`; blocking, after both hellos.
 
-    Raises ConnectionError that says why there is none by `deadline`, in seconds of perf_counter,
-    and what `look` raises, which is called now and then while there is no answer at all.
+    Raises ConnectionError, with the reason, if there is no connection by `deadline`, in seconds of
+    perf_counter. `look` is called now and then while there is no answer at all; its errors pass
+    through.
     """
     connection = None
     try:

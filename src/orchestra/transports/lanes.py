@@ -16,12 +16,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import PeerLost
 from orchestra.transports import executor
 from orchestra.transports.asides import Asides
 from orchestra.transports.collective import exchange_messages, messages_of
@@ -30,9 +30,8 @@ from orchestra.transports.framing import INBOX_BYTES, acknowledged
 from orchestra.transports.handshake import Reception, address_of, connect, listen, remaining
 from orchestra.transports.matching import Flow
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import CollectiveCall, Transport
+from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
 
-VARIABLE = "ORCHESTRA_LANES"
 CONNECT_SECONDS = 60.0
 NOTICE_SECONDS = 2.0
 """Until the end of a rank's stream has come, after that of another connection to it."""
@@ -40,26 +39,24 @@ LOOK_MILLISECONDS = 200
 """After which blocked compiled code lets handlers of signals run: one that came just before it
 blocked does not interrupt it."""
 STRANGERS = 8
+MOST_PREPARED = 256
+"""Jobs that stay prepared, more than a model has buckets; one more, and all are made anew."""
 _PORT = struct.Struct("<H")
 
 
-def are_wanted() -> bool:
-    """Return whether `ORCHESTRA_LANES` is 1. Raises `InputError` where it cannot be."""
-    if os.environ.get(VARIABLE) != "1":
-        return False
-    if not executor.is_there():
-        raise InputError(
-            f"{VARIABLE} is 1, and the compiled executor is missing: install Orchestra where there "
-            "is a C compiler, leave ORCHESTRA_COMPILED unset, or unset it"
-        )
-    return True
+class PreparedJob(NamedTuple):
+    """A rank's part in collectives that are alike, ready to be carried out again and again.
 
-
-class RunningJob(NamedTuple):
-    """A job, and the ranks at the other ends of its wires."""
+    Attributes:
+        peers: the ranks at the other ends of its wires.
+        traffic: what one collective counts as.
+    """
 
     job: Job
     peers: Sequence[int]
+    wires: Sequence[Wire]
+    traffic: Traffic
+    scratch: int
 
     @property
     def awaited(self) -> int | None:
@@ -73,11 +70,16 @@ class Lanes:
 
     Args:
         token: of the ranks that are connected by streams.
+
+    Attributes:
+        latency: the seconds after which what is sent to a rank at a time leaves; None: at once.
     """
 
     def __init__(self, engine: ProgressEngine, token: bytes) -> None:
+        self.latency: Callable[[int, float], float] | None = None
         self._engine, self._token = engine, token
         self._wires: dict[tuple[int, int], Wire] = {}
+        self._prepared_jobs: dict[Hashable, PreparedJob | None] = {}
         self._lock = threading.Lock()
         self._running: set[int] = set()  # tags of which a flow is in compiled code
         self._closed = False
@@ -99,48 +101,71 @@ class Lanes:
             flow: whose traffic it is.
             transport: that of the flow, or an interceptor of it.
         """
-        schedule, ranks, length = call.schedule, call.group.ranks, call.vector.numel()
-        assert schedule is not None
-        edges = schedule.edges(length) if call.edges is None else tuple(call.edges)
-        index = ranks.index(flow.rank)
-        plan = plan_of(schedule, index, edges, memory.element_size(), first, end)
-        if memory.is_cuda or not plan.fits(memory.dtype):
-            return exchange_messages(transport, call, memory, first, end)
-        if not plan.peers:
-            return 0
         started = time.perf_counter()
-        peers = [ranks[place] for place in plan.peers]
-        self._connect(peers, call.tag)
-        wires = [self._wires[peer, call.tag] for peer in peers]
+        alike = (
+            call.schedule, call.group.ranks, call.tag, memory.dtype, memory.is_cuda,
+            call.vector.numel(), call.edges and tuple(call.edges), first, end,
+        )  # fmt: skip
+        try:
+            prepared = self._prepared_jobs[alike]
+        except KeyError:
+            prepared = self._prepare(flow, call, memory, first, end)
+            if len(self._prepared_jobs) == MOST_PREPARED:
+                self._prepared_jobs.clear()
+            self._prepared_jobs[alike] = prepared
+        if prepared is None:
+            return exchange_messages(transport, call, memory, first, end)
+        job, peers, wires, moved, scratch = prepared
+        if self.latency is not None:
+            for peer, wire in zip(peers, wires, strict=True):
+                wire.hold(self.latency(peer, started))
         arrived = [wire.arrived for wire in wires]
-        job = Job(plan, memory, wires, call.tag, self._engine.news, LOOK_MILLISECONDS)
-        running = flow.in_collective = RunningJob(job, peers)
+        job.begin(memory)
+        flow.in_collective = prepared
         try:
             with self._in_compiled_code(call.tag, wires):
-                self._finish(running, ranks, call.tag)
+                self._finish(prepared, call.group.ranks, call.tag)
         finally:
             flow.in_collective = None
             waited, _ = job.seconds
             flow.traffic.seconds_waiting += waited
             flow.traffic.seconds_communicating += time.perf_counter() - started - waited
-        moved = messages_of(call, flow.rank, first, end)
         flow.traffic.add(moved)
         for peer, wire, (before, passed) in zip(peers, wires, arrived, strict=True):
             now, seconds = wire.arrived
             if now - before > INBOX_BYTES:  # less of a message is read ahead, and takes no time
                 self._engine.count(peer, now - before, seconds - passed)
         transport.executed(call, started, started + waited, moved.bytes_sent)
-        return plan.scratch
+        return scratch
 
-    def _finish(self, running: RunningJob, ranks: Collection[int], tag: int) -> None:
+    def _prepare(
+        self, flow: Flow, call: CollectiveCall, memory: Tensor, first: int, end: int | None
+    ) -> PreparedJob | None:
+        """Connect this rank with those that it meets in `call`; None where compiled code cannot
+        carry it out, or has nothing to do."""
+        schedule, ranks = call.schedule, call.group.ranks
+        assert schedule is not None
+        edges = schedule.edges(call.vector.numel()) if call.edges is None else tuple(call.edges)
+        plan = plan_of(schedule, ranks.index(flow.rank), edges, memory.element_size(), first, end)
+        if memory.is_cuda or not plan.fits(memory.dtype) or not plan.peers:
+            return None
+        peers = [ranks[place] for place in plan.peers]
+        self._connect(peers, call.tag)
+        wires = [self._wires[peer, call.tag] for peer in peers]
+        job = Job(plan, memory.dtype, wires, call.tag, self._engine.news, LOOK_MILLISECONDS)
+        return PreparedJob(
+            job, peers, wires, messages_of(call, flow.rank, first, end), plan.scratch
+        )
+
+    def _finish(self, prepared: PreparedJob, ranks: Collection[int], tag: int) -> None:
         """Move rows until all are done, and with them what the streams have to move."""
-        job, engine = running.job, self._engine
+        job, engine = prepared.job, self._engine
         engine.flush()
         while (status := job.run()) != DONE:
             if status == LOOK:
                 engine.move()
                 continue
-            peer = running.peers[job.where]
+            peer = prepared.peers[job.where]
             if status == executor.ENDED:
                 engine.raise_loss(ranks, peer)
             raise AssertionError(f"tag {tag}: rank {peer} does not agree: {job.mismatch()}")
@@ -224,19 +249,14 @@ class Lanes:
 
     def _address(self, peer: int, *, own: bool) -> str:
         """Return the address of this end of the stream to `peer`, or of the other end."""
-        stream = self._engine.connection(peer)
-        if stream is None:
-            self._engine.raise_loss((peer,), peer)
-        return str((stream.getsockname() if own else stream.getpeername())[0])
+        stream, host = self._engine.connection(peer), ""
+        if stream is not None:
+            with contextlib.suppress(OSError):  # it has just been reset
+                host = str((stream.getsockname() if own else stream.getpeername())[0])
+        return host or self._engine.raise_loss((peer,), peer)
 
     def _reach(self, peer: int, asides: Asides, token: bytes, deadline: float) -> socket.socket:
-        heard = asides.hear(peer)
-        if len(heard) != _PORT.size:
-            raise InputError(
-                f"rank {peer} does not use {VARIABLE} as rank {self._engine.rank} does: set it "
-                "alike on all hosts"
-            )
-        address = self._address(peer, own=False), *_PORT.unpack(heard)
+        address = self._address(peer, own=False), *_PORT.unpack(asides.hear(peer))
         try:
             return connect(
                 address, self._engine.rank, peer, token, tls=None, deadline=deadline,

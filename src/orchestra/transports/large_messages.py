@@ -116,7 +116,7 @@ class Outbox:
         self._refused = False
 
     def take(self, length: int) -> Segment | None:
-        """Return a segment for a message of `length` bytes, claimed; None where there is none."""
+        """Claim and return a free segment for a message of `length` bytes; None if none is free."""
         fitting = [s for s in self._segments if s.capacity >= length and s.is_mapped and s.is_free]
         if not fitting:
             return None
@@ -125,10 +125,11 @@ class Outbox:
         return segment
 
     def grow(self, length: int) -> Segment | None:
-        """Return a new segment, of which the receiver is to be told, if one is worth having.
+        """Return a new segment for messages of `length` bytes, or None. The caller has to announce
+        it to the receiver.
 
-        There is one at a time that the receiver has not mapped: a receiver that cannot map any
-        never gets a second one.
+        At most one segment at a time is not yet mapped by the receiver: a receiver that cannot map
+        any never gets a second one.
         """
         # Pages that no message has touched take no memory, and powers of two fit messages of many
         # lengths.

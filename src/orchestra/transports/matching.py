@@ -23,7 +23,7 @@ LEFT = "it has left"
 
 
 class Progress(Protocol):
-    """Whoever moves the bytes."""
+    """The part of a transport that moves the bytes."""
 
     def wait(self, operation: Operation) -> None:
         """Return once `operation` is finished; raise where the whole transport has failed."""
@@ -170,7 +170,7 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(eq=False, slots=True)
 class Incoming:
-    """A message of which at least the header has arrived; `view` is where its bytes go."""
+    """A message whose header has arrived; `view` is where its bytes go."""
 
     source: int
     header: Header

@@ -1,8 +1,8 @@
-"""What moves the byte streams of a rank: whoever waits moves the bytes of everybody.
+"""The progress engine, which moves the byte streams of a rank: a flow that waits moves all of them.
 
-There is no thread of its own. Of the flows that wait, one leads: it blocks in the selector and
-serves every stream. The others sleep on a condition until their operation is finished or the lead
-is free. One lock guards all state and is held except while blocked.
+It has no thread of its own. One of the waiting flows leads: it blocks in the selector and serves
+every stream. The others sleep on a condition until their operation is finished or the lead is free.
+One lock guards all state and is held except while blocked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from orchestra.errors import PeerLost
 from orchestra.transports.compiled import AWAKE_SECONDS
 from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
-from orchestra.transports.large_messages import Outbox, Segment
+from orchestra.transports.large_messages import Outbox, Segment, byte_view
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
 
 BUFFERED_BYTES = 1 << 17
@@ -33,10 +34,10 @@ _PR_SET_TIMERSLACK = 29
 
 
 class SideChannel(Protocol):
-    """Memory or connections beside the streams, which end with them."""
+    """Memory or connections in addition to the streams. They end together with the streams."""
 
     def shut(self, rank: int | None = None, /) -> None:
-        """Let whoever waits there, in any thread, find `rank` gone; None: all of them."""
+        """Tell the threads that wait there that `rank` is gone; None: that all ranks are gone."""
         ...
 
     def close(self) -> None: ...
@@ -46,8 +47,9 @@ class ProgressEngine:
     """The streams and the mailbox of `rank`, shared by its flows; every method is thread-safe.
 
     Args:
-        report: is told of a rank whose connection has ended without a farewell; whoever waits for
-            that rank then waits until `disconnect` or `abort` says what follows. None: it is lost.
+        report: called with the loss of a rank whose connection has ended without a farewell. Flows
+            that wait for that rank then go on waiting until a call of `disconnect` or `abort`.
+            None: the rank is lost at once.
     """
 
     def __init__(
@@ -136,6 +138,15 @@ class ProgressEngine:
                     self._serve(stream, selectors.EVENT_WRITE)
             self._announce()
 
+    def move_rest(self, send: Send, buffer: torch.Tensor) -> None:
+        """Copy what has not left of `send` into `buffer`, which is like its tensor: that may be
+        changed from now on."""
+        with self._lock:
+            if len(send.payload) and not send.finished:
+                rest = byte_view(buffer)[-len(send.payload) :]
+                np.copyto(np.frombuffer(rest, np.uint8), np.frombuffer(send.payload, np.uint8))
+                send.payload = rest
+
     def _keep_back(self, stream: Stream, send: Send) -> bool:
         """Queue `send` if it may not leave yet; a small one is copied and counts as finished."""
         assert self._latency is not None
@@ -157,7 +168,7 @@ class ProgressEngine:
     def _see_off(self) -> None:
         """Begin to write each message that had to wait, once it may leave.
 
-        It is not left to whoever waits next: that may be a long computation away.
+        It is not left to the next flow that waits: a long computation may come before.
         """
         _wake_in_time()
         with self._lock:
@@ -276,7 +287,7 @@ class ProgressEngine:
             return frozenset(self._mailbox.lost)
 
     def connection(self, rank: int) -> socket.socket | None:
-        """Return the connection to `rank`; None where there is none."""
+        """Return the connection to `rank`; None without an open one."""
         with self._lock:
             return self._streams[rank].connection if rank in self._streams else None
 
@@ -492,7 +503,7 @@ class ProgressEngine:
         stream.close()
 
     def _depart(self, stream: Stream, reason: str, *, lost: bool) -> None:
-        """Let whoever waits for the rank at the other end of `stream` know that it is gone."""
+        """Tell all that wait for the rank at the other end of `stream` that it is gone."""
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
         for send in stream.backlog:
             if isinstance(send, Send):

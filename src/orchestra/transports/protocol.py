@@ -104,7 +104,7 @@ class CollectiveCall(NamedTuple):
         schedule: who sends which pieces to whom, in rounds. None: the all-reduce of the backend,
             torch.distributed (gloo or NCCL), among all ranks of the run.
         vector: shape [elements]; nobody else touches it until `wait` has returned.
-        group: the ranks that take part, all of which begin it.
+        group: the ranks that take part; each of them begins it.
         tag: of its messages.
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
@@ -232,8 +232,8 @@ class Transport(ABC):
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; `wait` ends it.
 
-        `wait` returns the bytes of buffer used beside the vector. Several may be under way; they
-        are executed in the order in which this flow began them. Those that are not
+        `wait` returns the bytes of buffer used in addition to the vector. Several may be under way;
+        they are executed in the order in which this flow began them. Those that are not
         in the `background` make progress inside `wait` only; for the others there is one
         background flow, which `end_background` ends.
 

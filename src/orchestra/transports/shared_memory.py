@@ -45,8 +45,9 @@ _HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
 class SharedMemory:
     """One rank's end of the memory and of the sockets.
 
-    Whoever makes it closes it, in forked processes as well. All ranks call barriers, and what is
-    built on them, in the same order. Each raises `PeerLost`, with its rank, if another one is gone.
+    The code that makes it closes it, in forked processes as well. All ranks call barriers, and the
+    operations built on barriers, in the same order. Each call raises `PeerLost`, with the lost
+    rank, if another rank is gone.
 
     Args:
         rank: this rank.
@@ -214,7 +215,7 @@ class SharedMemory:
         return self._small[self._turn].view(dtype)
 
     def close(self) -> None:
-        """Disconnect; the others are told by the end of the sockets."""
+        """Disconnect; the others notice it by the end of the sockets."""
         for connection in self._peers.values():
             connection.close()
 

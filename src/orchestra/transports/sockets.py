@@ -29,7 +29,6 @@ from orchestra.transports.framing import (
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host
 from orchestra.transports.lanes import Lanes
-from orchestra.transports.lanes import are_wanted as lanes_are_wanted
 from orchestra.transports.large_messages import byte_view, on_host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
@@ -61,7 +60,7 @@ class SocketTransport(Flow, Transport):
     Attributes:
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
-        lanes: the connections of collectives, where they have some.
+        lanes: the connections over which compiled code moves collectives, where it does.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
         disconnect, abort, connection: see `ProgressEngine`; from any thread.
     """
@@ -107,11 +106,10 @@ class SocketTransport(Flow, Transport):
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
-            in_segment = self._in_segment(tensor, to, tag)
-            if in_segment is None and buffer is not None:
-                tensor = buffer.copy_(tensor)
-            send = in_segment or self._over_socket(tensor, to, tag)
+            send = self._in_segment(tensor, to, tag) or self._over_socket(tensor, to, tag)
             self._engine.send(send, more=more)
+            if buffer is not None and not buffer.is_cuda:  # else its copy on the host is being sent
+                self._engine.move_rest(send, buffer)
             # The same in a segment and over the socket: it says what the strategy exchanges.
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
@@ -181,8 +179,9 @@ class SocketTransport(Flow, Transport):
         return self._engine.acknowledged_bytes() + in_lanes
 
     def hold(self, latency: Callable[[int, float], float]) -> None:
-        """Let messages leave later: see `ProgressEngine`. Collectives go by messages, too."""
-        self.lanes = None
+        """Let all that is sent leave later: see `ProgressEngine`."""
+        if self.lanes is not None:
+            self.lanes.latency = latency
         self._engine.hold(latency)
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
@@ -249,12 +248,16 @@ def connect_mesh(
     *,
     tls: TLS | None = None,
     timeout: float,
+    compiled: bool = False,
     on_flow_start: Callable[[], None] = lambda: None,
     on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
     is_over: Callable[[], bool] = lambda: False,
     report: Callable[[PeerLost], None] | None = None,
 ) -> SocketTransport:
     """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
+
+    With `compiled` collectives go over connections of their own, in compiled code: all ranks have
+    to have it, and none of them TLS, which it does not speak.
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
@@ -276,7 +279,6 @@ def connect_mesh(
 
     try:
         with listener, selectors.DefaultSelector() as selector:
-            has_lanes = tls is None and lanes_are_wanted()  # compiled code does not encrypt
             # All listen before any address is known, so that the kernel completes these connections
             # even while `peer` is still connecting to others.
             for peer in range(rank):
@@ -304,7 +306,7 @@ def connect_mesh(
         raise _not_connected(missing, refused) from None
     engine = ProgressEngine(rank, connections, report)
     transport = SocketTransport(engine, on_flow_start)
-    if has_lanes:
+    if compiled:
         transport.lanes = Lanes(engine, token)
     return transport
 

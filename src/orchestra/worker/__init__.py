@@ -1,1 +1,1 @@
-"""The one object that a strategy sees."""
+"""The worker: the one object that a strategy's member sees, on any engine."""

@@ -15,6 +15,8 @@ from orchestra.worker.layout import Layout, ShardUnit, UnitMemory, shard_size
 
 STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
 DIGEST_BITS = 16
+CACHED_BYTES = 1 << 21
+"""Of a vector that a core still has in its caches after one pass over it."""
 
 
 class Gradients:
@@ -90,7 +92,7 @@ class Gradients:
         return self.storage[unit.first : unit.end]
 
     def own(self, unit: ShardUnit) -> Tensor:
-        """Return the elements of `unit` of which this worker owns the sum, flat."""
+        """Return the elements of `unit` whose sum this worker owns, flat."""
         return self.vector[unit.owned_start : unit.owned_start + unit.owned_length]
 
     def keep_own(self, unit: ShardUnit) -> None:
@@ -150,7 +152,9 @@ class Gradients:
     @torch.no_grad()
     def collect_rest(self, scale: float = 1.0) -> None:
         """`collect` for every slot that was not yet collected in this step."""
-        if any(self._collected) or not self._collect_all(scale):
+        # A pass over a vector that no cache holds takes longer than an operation for each slot.
+        scales_apart = scale != 1.0 and self.vector.nbytes > CACHED_BYTES
+        if any(self._collected) or scales_apart or not self._collect_all(scale):
             for index, collected in enumerate(self._collected):
                 if not collected:
                     self.collect(index, scale)

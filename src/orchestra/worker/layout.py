@@ -219,7 +219,7 @@ def shard_size(units: Sequence[ShardUnit]) -> int:
 
 
 class UnitMemory:
-    """A flat vector in parts, one a unit, each of which has memory only while it is held.
+    """A flat vector in parts, one per unit. A part has memory only while it is held.
 
     As in FSDP, tensors stay the same objects, views of a part, when its memory comes and goes.
     """

@@ -115,7 +115,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """Nobody is told anything, and nobody wants to stop."""
+    """Reports nothing, and never asks the run to stop."""
 
     def progress(self, *_: Any, **facts: Any) -> None: ...
 
@@ -195,7 +195,7 @@ class Runtime:
     members: tuple[int, ...] = ()  # of this group; empty: all of the start
     regroup: Callable[[PeerLost | GroupChanged], Runtime] | None = None
     """Give up this group, after an error of its transport; return the runtime of this rank in the
-    next one. Raises `RunAborted` where there is none. None: the engine makes no groups."""
+    next one. Raises `RunAborted` where no group follows. None: the engine makes no groups."""
 
     @property
     def slot(self) -> int:

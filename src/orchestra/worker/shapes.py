@@ -1,4 +1,4 @@
-"""Tensors and workers without values, for runs of which only the time is asked.
+"""Tensors and workers without values, for runs that only find out the time.
 
 A `Shape` is a tensor on torch's `meta` device whose most frequent operations are left out: what
 an operation gives has a dtype and a shape, and no value that could differ, so that one object

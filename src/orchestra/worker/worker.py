@@ -16,7 +16,7 @@ from orchestra.collectives import Group
 from orchestra.coordinator.batches import BatchQueue, QueuedWork
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, install_moments, set_rates
-from orchestra.records.live import is_logged
+from orchestra.records.following import is_logged
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients
 from orchestra.worker.layout import FlatModel, ShardUnit
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass
 class Measures:
-    """What strategies report about themselves, beside the transport's counters.
+    """The figures that strategies report about themselves, apart from the transport's counters.
 
     `staleness`: how many updates had each staleness. `decisions`: which strategy was to go on, and
     why, as records have them.

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BANDWIDTH, SECONDS
+from orchestra.engines.emulation.groups import Quotas
 from orchestra.engines.emulation.network import HEADERS_BYTES, WIRE_BYTES, Network
-from orchestra.engines.emulation.nodes import Quotas, require_emulation, require_room, share_of
+from orchestra.engines.emulation.nodes import require_emulation, require_room, share_of
 from orchestra.worker.runtime import usable_cores
 
 TOLERANCE = 0.1
@@ -32,7 +33,7 @@ Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedFigure:
     """A quantity that a cluster's file gives: its name, both values in one unit, and in words."""
 
     name: str
@@ -50,7 +51,7 @@ class Row:
         return abs(self.off) <= TOLERANCE
 
 
-def check_cluster(cluster: Cluster, tell: Tell) -> list[Row]:
+def check_cluster(cluster: Cluster, tell: Tell) -> list[CheckedFigure]:
     """Measure the links, latencies and processors of all nodes of `cluster`.
 
     Links are measured alone, one after the other, latencies by messages of ranks' own transport,
@@ -73,7 +74,7 @@ def check_cluster(cluster: Cluster, tell: Tell) -> list[Row]:
 # Bandwidths
 
 
-def _bandwidth(cluster: Cluster, network: Network, name: str) -> Row:
+def _bandwidth(cluster: Cluster, network: Network, name: str) -> CheckedFigure:
     """Send through one link, while all others are so wide that it alone is felt."""
     source, target = next(
         (a, b)
@@ -97,7 +98,7 @@ def _bandwidth(cluster: Cluster, network: Network, name: str) -> Row:
     frames = 1 + (HEADERS_BYTES + WIRE_BYTES) / _SEGMENT_BYTES
     measured = size * frames / seconds
     texts = BANDWIDTH.write(described), BANDWIDTH.write(float(f"{measured:.3g}"))
-    return Row(name, described, measured, texts)
+    return CheckedFigure(name, described, measured, texts)
 
 
 def connected(
@@ -131,7 +132,7 @@ def _pass(one: socket.socket, two: socket.socket, size: int) -> float:
 # Latencies
 
 
-def _latencies(cluster: Cluster, network: Network, tell: Tell) -> Iterator[Row]:
+def _latencies(cluster: Cluster, network: Network, tell: Tell) -> Iterator[CheckedFigure]:
     """From the first node to each other one: what a message takes more than without latencies.
 
     Either way both ends have been idle for the latency when it comes: waking up is not part of it.
@@ -149,7 +150,7 @@ def _latencies(cluster: Cluster, network: Network, tell: Tell) -> Iterator[Row]:
             # wake up.
             measured -= _one_way(network, first, node, pause=described)
         texts = SECONDS.write(described), SECONDS.write(float(f"{measured:.3g}"))
-        yield Row(f"{first.name} to {node.name}", described, measured, texts)
+        yield CheckedFigure(f"{first.name} to {node.name}", described, measured, texts)
 
 
 def _one_way(
@@ -200,7 +201,7 @@ def _one_way(
 # Processors
 
 
-def _speeds(cluster: Cluster) -> list[Row]:
+def _speeds(cluster: Cluster) -> list[CheckedFigure]:
     """Let all nodes compute at the same time, on all of their cores."""
     shares = {node.name: share_of(node) for node in cluster.nodes}
     spinning: dict[str, list[subprocess.Popen[bytes]]] = {name: [] for name in shares}
@@ -215,7 +216,7 @@ def _speeds(cluster: Cluster) -> list[Row]:
         time.sleep(_COMPUTING_SECONDS)
         after, passed = _computed(spinning), time.perf_counter() - began
     return [
-        Row(f"{name} computes", share, cores, (f"{share:g} cores", f"{cores:.3g} cores"))
+        CheckedFigure(f"{name} computes", share, cores, (f"{share:g} cores", f"{cores:.3g} cores"))
         for name, share in shares.items()
         for cores in [(after[name] - before[name]) / passed]
     ]

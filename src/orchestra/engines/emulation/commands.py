@@ -20,10 +20,10 @@ from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from orchestra.cluster import Cluster, Link, Node
+from orchestra.engines.emulation.groups import quota_and_period
 from orchestra.engines.emulation.network import NODE_END, redirected, token_bucket
 from orchestra.engines.emulation.nodes import (
     EmulatedCluster,
-    quota_and_period,
     require_plain,
     share_of,
 )
@@ -35,7 +35,7 @@ from orchestra.settings.reading import yaml_text
 
 PORT = 29500  # for torch.distributed, on the first rank's node, where nothing else listens
 HEAD = """\
-# Cluster {name}, written by `orchestra emulation compose`; docs/emulation.md says what it gives.
+# Cluster {name}, written by `orchestra emulation compose`; see docs/how-to/emulate.md.
 # Checked by the schema of the compose specification, and not run by its authors.
 #
 #   docker compose up --build --abort-on-container-failure

@@ -1,64 +1,28 @@
-"""An emulated cluster: where each rank is on it, what goes wrong, and what nodes have of the
-processor, which control groups of version 1 or 2 limit.
-
-    orchestra-4711-a3/               the run; locked by its launcher, and by the guard
-    orchestra-4711-a3/.emulated/     the mark, without which a group is somebody else's
-    orchestra-4711-a3/worker-3/      a node, with its quota
-    orchestra-4711-a3/worker-3/r0/   the processes of a rank
-
-Control groups do not end with the processes in them. A guard, a small process that outlives the
-launcher, removes them: as soon as its standard input ends, at the launcher's close or death. Only
-where the guard was killed, too, are they left to the next run, or to `orchestra emulation clean`.
-"""
+"""An emulated cluster: where each rank is on it, and what goes wrong."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
-import secrets
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.faults import Changes
 from orchestra.cluster.faults import Delay as DelayFault
+from orchestra.engines.emulation.groups import Quotas, hierarchy
 from orchestra.engines.emulation.network import NODE_END, Namespace, Network
 from orchestra.engines.processes.system import Delay, RankPlace
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError
 from orchestra.worker.runtime import chosen_threads, usable_cores
 
 INSTEAD = "or predict the same with --engine simulation"
-
-PREFIX = "orchestra-"
-MARK = ".emulated"  # a group, as a file or an attribute cannot be made in every version's hierarchy
-_PERIOD = 10_000  # microseconds: a slow node is slow within a step
-_LEAST_QUOTA, _MOST_PERIOD = 1_000, 1_000_000  # of the kernel
-
-_REMOVE = f"""
-for attempt in $(seq 500); do
-    for members in "$0"/*/*/cgroup.procs; do
-        [ -e "$members" ] && while read -r process; do
-            kill -9 "$process" && echo "$process"
-        done < "$members"
-    done
-    rmdir "$0"/*/* "$0"/*
-    # The mark stays for a later sweep as long as any node does.
-    for node in "$0"/*/; do [ -d "$node" ] || rmdir "$0/{MARK}" "$0"; done
-    [ -d "$0" ] || exit 0
-    sleep 0.02
-done
-exit 1
-"""
-_GUARD = f"trap '' INT TERM HUP; cat > /dev/null; {_REMOVE}"
 
 
 @dataclass(frozen=True)
@@ -224,155 +188,3 @@ def require_room(cluster: Cluster, nodes: Sequence[Node]) -> None:
             f"cluster {cluster.name}: its nodes with ranks want {wanted:g} cores (cores x speed); "
             f"this machine has {there}: multiply each speed by {factor:g} or less, {INSTEAD}"
         )
-
-
-# Control groups
-
-
-class Quotas:
-    """The control groups of a run, until `close`.
-
-    Args:
-        cores: how much of the processor each node has, in cores of this machine.
-    """
-
-    def __init__(self, cores: Mapping[str, float]) -> None:
-        root, self._version = hierarchy()
-        sweep(root)
-        self.folder, self._lock = _claimed(root)
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, str(self.folder)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[self._lock],
-            start_new_session=True, cwd="/",
-        )  # fmt: skip
-        try:
-            self._delegate(len(cores))
-            for node, quota in cores.items():
-                (self.folder / node).mkdir()
-                self.limit(node, quota)
-        except BaseException:
-            self.close()
-            raise
-
-    def lift(self) -> None:
-        """Let all nodes have as much of the processor as they can get."""
-        name, none = ("cpu.max", "max") if self._version == 2 else ("cpu.cfs_quota_us", "-1")
-        for group in self.folder.glob("[!.]*/"):
-            (group / name).write_text(none)
-
-    def limit(self, node: str, cores: float) -> None:
-        quota, period = quota_and_period(cores)
-        group = self.folder / node
-        if self._version == 2:
-            (group / "cpu.max").write_text(f"{quota} {period}")
-            return
-        for name, value in (("quota", -1), ("period", period), ("quota", quota)):
-            (group / f"cpu.cfs_{name}_us").write_text(str(value))
-
-    def members(self, node: str, rank: int) -> Path:
-        """Return the file that takes the processes of `rank`, which is on `node`."""
-        group = self.folder / node / f"r{rank}"
-        group.mkdir(exist_ok=True)
-        return group / "cgroup.procs"
-
-    def signal(self, node: str, rank: int, number: signal.Signals) -> None:
-        for process in self.members(node, rank).read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), number)
-
-    def throttled(self, node: str) -> tuple[int, float]:
-        """Return how often the quota has held up processes of `node`, and for how many seconds."""
-        text = (self.folder / node / "cpu.stat").read_text()
-        stat = dict(line.split() for line in text.splitlines())
-        name, unit = ("throttled_usec", 1e6) if self._version == 2 else ("throttled_time", 1e9)
-        return int(stat["nr_throttled"]), int(stat[name]) / unit
-
-    def close(self) -> None:
-        """End all processes inside, and remove the groups."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()  # it removes the groups, as it does when this process dies
-        self._guard.wait()
-        os.close(self._lock)
-        if self.folder.exists():
-            remove(self.folder)
-
-    def _delegate(self, nodes: int) -> None:
-        """Beside other programs, weigh as much as one process for each node, not as one in all."""
-        if self._version == 2:
-            (self.folder / "cgroup.subtree_control").write_text("+cpu")
-            (self.folder / "cpu.weight").write_text(str(min(100 * nodes, 10_000)))
-        else:
-            (self.folder / "cpu.shares").write_text(str(min(1024 * nodes, 1 << 18)))
-
-
-def quota_and_period(cores: float) -> tuple[int, int]:
-    """Return a quota and its period in microseconds, for `cores` cores."""
-    # As short as the kernel's least quota allows: with the usual 100 ms a slow node would stand
-    # still for longer than most steps take.
-    period = min(max(_PERIOD, int(_LEAST_QUOTA / cores)), _MOST_PERIOD)
-    return max(_LEAST_QUOTA, round(cores * period)), period
-
-
-def hierarchy() -> tuple[Path, int]:
-    """Return the folder for the groups of runs, and the version of control groups. Raises
-    `InputError` where there are none that limit the processor."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4])
-        kind, _, options = after.split(maxsplit=2)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return mount, 1
-        if kind == "cgroup2" and "cpu" in (mount / "cgroup.controllers").read_text().split():
-            with contextlib.suppress(OSError):
-                (mount / "cgroup.subtree_control").write_text("+cpu")
-                return mount, 2
-    raise InputError(
-        "emulation limits processors by control groups, and none with the controller cpu can be "
-        "used here: mount them (in a container: docker run --privileged), or predict the same with "
-        "--engine simulation"
-    )
-
-
-def sweep(root: Path | None = None) -> list[str]:
-    """Remove what runs have left whose launcher and guard are gone; return what that was."""
-    root = root or hierarchy()[0]
-    removed = []
-    for folder in sorted(root.glob(f"{PREFIX}*")):
-        if (folder / MARK).is_dir() and (lock := _locked(folder)) is not None:
-            try:
-                removed.append(f"{folder}, with {remove(folder)} processes")
-            finally:
-                os.close(lock)
-    return removed
-
-
-def remove(folder: Path) -> int:
-    """End the processes in the group of a run, and remove it; return how many there were. Raises
-    `RunFailed` for one that does not end."""
-    done = subprocess.run(
-        ["sh", "-c", _REMOVE, str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise RunFailed(f"{folder} cannot be removed: processes in it do not end")
-    return len(set(done.stdout.split()))
-
-
-def _claimed(root: Path) -> tuple[Path, int]:
-    """Make a folder; return it with its lock, which is taken before a sweep minds the folder."""
-    folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
-    folder.mkdir()
-    lock = _locked(folder)
-    assert lock is not None
-    (folder / MARK).mkdir()
-    return folder, lock
-
-
-def _locked(folder: Path) -> int | None:
-    """Take the lock of a folder; None while somebody has it, or where there is no folder."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-        descriptor = os.open(folder, os.O_RDONLY)
-        held.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held.pop_all()
-        return descriptor
-    return None

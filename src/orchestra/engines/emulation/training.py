@@ -25,16 +25,11 @@ from orchestra.engines.processes import training as processes
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
 from orchestra.errors import InputError
-from orchestra.records.record import (
-    CLUSTER,
-    EMULATION,
-    Link,
-    Links,
-    RunRecord,
-    write_atomically,
-    write_links,
-)
+from orchestra.records.files import CLUSTER, EMULATION, write_atomically
+from orchestra.records.links import LinkLoad, Links
+from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
+from orchestra.records.store import write_links
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
@@ -60,7 +55,11 @@ def train_run(
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     alone = isinstance(run.strategy, Single) and len(cluster.nodes) > 1
     if alone:
-        cluster = replace(cluster, placement=(best_node(cluster),))
+        cluster = cluster.alone_on(best_node(cluster))
+    if cluster.joins:
+        raise InputError(
+            f"cluster {cluster.name}: no rank joins an emulated run: leave out Join, or simulate it"
+        )
     ranks = len(roles.shares)
     with EmulatedCluster(cluster, ranks, run.training.threads) as emulated:
         write_environment(folder)
@@ -235,7 +234,7 @@ def carried(emulated: EmulatedCluster, ran: Sequence[RankResult]) -> Links:
         )
         crossed = LinkCounters(frames, size)
         share = crossed.on_the_wire / (end.channel.bandwidth * seconds)
-        found.append(Link(name, end.channel.bandwidth, crossed.payload, share))
+        found.append(LinkLoad(name, end.channel.bandwidth, crossed.payload, share))
     return Links.of(seconds, found)
 
 

@@ -88,13 +88,17 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks of one group, as each of them is told: by their numbers in it, where not said."""
+    """The ranks of one group, in the message that each of them gets from the watcher.
+
+    Ranks are given by their numbers in the group, unless a field says otherwise.
+    """
 
     generation: int
     members: tuple[int, ...]  # the number of each at the start of the run
     addresses: tuple[tuple[str, int], ...]  # where each listens for data connections
     threads: int  # this rank's share of the cores of its host
     neighbours: tuple[int, ...]  # the ranks with which it can share memory, itself included
+    compiled: bool  # whether compiled code moves collectives between hosts
     rank: int  # this one's number in the group
 
     @staticmethod
@@ -105,7 +109,8 @@ class Roster:
         return Roster(
             order["generation"], members, tuple((host, port) for host, port in order["addresses"]),
             order["threads"][rank],
-            tuple(n for n, host in enumerate(hosts) if host and host == hosts[rank]), rank,
+            tuple(n for n, host in enumerate(hosts) if host and host == hosts[rank]),
+            order["compiled"], rank,
         )  # fmt: skip
 
 
@@ -114,13 +119,13 @@ class BadFrame(Exception):
 
 
 def pack(message: Message, payload: bytes = b"") -> bytes:
-    """Return the frame of `message`, with `payload` beside it."""
+    """Return the frame of `message`, followed by `payload`."""
     text = json.dumps(message).encode()
     return _LENGTHS.pack(len(text), len(payload)) + text + payload
 
 
 class Frames:
-    """Reads frames from a connection: a JSON object each, and raw bytes beside it."""
+    """Reads frames from a connection: a JSON object each, followed by raw bytes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.received = 0  # bytes
@@ -256,11 +261,11 @@ class Control:
         """Return whether the group of that number has ended, by a loss or with the run."""
         return self._ordered > generation or self._cause is not None
 
-    def accuse(self, error: PeerLost, roster: Roster) -> None:
-        """Report the loss of another rank of a group."""
-        failure = replace(describe(error), lost=roster.members[error.rank])
-        generation = roster.generation
-        self._send({"kind": "accusation", "failure": asdict(failure), "generation": generation})
+    def accuse(self, error: PeerLost, roster: Roster, *, waits: bool = False) -> None:
+        """Report the loss of another rank of a group; see `Accused`."""
+        failure = asdict(replace(describe(error), lost=roster.members[error.rank]))
+        about = {"failure": failure, "generation": roster.generation, "waits": waits}
+        self._send({"kind": "accusation", **about})
 
     def attach(
         self, transport: SocketTransport, roster: Roster, probe: Callable[[], Signs]

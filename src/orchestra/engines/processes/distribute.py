@@ -122,7 +122,7 @@ def distribute(
         overlap: exchange them while the backward pass goes on.
         patience: seconds without an exchange or a forward pass until a rank counts as hung, unless
             it is inside `with batches.pause():`. The first call of a process decides.
-        grace: seconds from SIGTERM until whoever has sent it kills the processes. After a common
+        grace: seconds from SIGTERM until its sender kills the processes. After a common
             step the next batch raises `orchestra.Stopped` on every worker, which ends its script
             with status 0. Not where the script handles SIGTERM by itself. As `patience`.
         host: the local address that the other ranks are to use (default: found out). As `patience`.
@@ -408,7 +408,7 @@ class _Process:
     def end(
         self, is_over: Callable[[OwnLoop], bool], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Collective: end the loops that are over, one of which may hand over its `optimizer`."""
+        """Collective: end the loops that are over. One of them may hand over its `optimizer`."""
         over = [loop for loop in self._loops if is_over(loop)]
         self._loops = [loop for loop in self._loops if loop not in over]
         for loop in over:

@@ -22,6 +22,12 @@ _PORTS = 15000
 _SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
 JOIN_VARIABLE = "ORCHESTRA_JOIN"  # the file of a run's entrance, which this process is to join
 HOST_VARIABLE = "ORCHESTRA_HOST"  # the address of this machine that other ranks are to use
+LAUNCHER_VARIABLE = "ORCHESTRA_LAUNCHER"
+"""What has set torchrun's variables in place of torchrun, and stays the parent to the end."""
+RESTARTS_VARIABLE = "ORCHESTRA_RESTARTS"
+"""The restarts that it has made before, as JSON: entries of the record for rank 0."""
+LOST_STATUS = 75
+"""Exit status of rank 0 under it if the run lost a rank that it needs (EX_TEMPFAIL of sysexits)."""
 LATENCIES = "ORCHESTRA_LATENCIES"  # of an emulated node: see `Place`
 
 
@@ -132,12 +138,14 @@ def runs_function() -> bool:
 
     Ray Train calls it in a thread; torch.multiprocessing, the launcher API of torchrun and the
     launchers of notebooks in a child process; Spark's TorchDistributor in a script of its own,
-    which unpickles `train_fn`.
+    which unpickles the function as `fn`.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
     in_child = multiprocessing.parent_process() is not None
     return (
-        in_thread or in_child or {"train_fn", "cloudpickle"} <= vars(sys.modules["__main__"]).keys()
+        in_thread
+        or in_child
+        or {"fn", "args", "cloudpickle"} <= vars(sys.modules["__main__"]).keys()
     )
 
 
@@ -170,13 +178,14 @@ class _Variables:
 
 def _torchrun(variables: _Variables) -> Launched:
     local_rank = variables.default("LOCAL_RANK", 0)
+    other = variables.environ.get(LAUNCHER_VARIABLE)
     return Launched(
-        "torchrun", rank=variables.number("RANK"), ranks=variables.number("WORLD_SIZE"),
+        other or "torchrun", rank=variables.number("RANK"), ranks=variables.number("WORLD_SIZE"),
         # Where it is not set, the least that LOCAL_RANK allows.
         local_rank=local_rank, local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
         address=variables.text("MASTER_ADDR"), port=variables.number("MASTER_PORT"),
         hosted=variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        supervised="TORCHELASTIC_RUN_ID" in variables.environ,
+        supervised=other is not None or "TORCHELASTIC_RUN_ID" in variables.environ,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from orchestra.engines.failure_detector import Limits, Refusal
 from orchestra.engines.processes.control import Frames, RankSpec, pack
 from orchestra.engines.processes.environment import towards
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.record import partial_of
+from orchestra.records.files import partial_of
 from orchestra.settings.base import Mismatch, from_plain
 from orchestra.settings.reading import read_json
 from orchestra.transports.handshake import NEWCOMER, TLS, WATCHER, connect

@@ -42,7 +42,7 @@ from orchestra.transports.handshake import from_environment
 from orchestra.worker.runtime import Runtime
 
 PRELOADED = [
-    "orchestra.engines.processes.fork_server",
+    "orchestra.engines.fork_server",
     "torch",
     "torch._dynamo",
     "torch.distributed",
@@ -100,8 +100,8 @@ def enter(spec: RankSpec, job: Job) -> None:
 
 
 def _leave_signals_to_launcher(wish: StopWish) -> None:
-    """Let the launcher decide what follows Ctrl-C, which reaches it as well, and SIGTERM, of which
-    the `wish` tells it."""
+    """Let the launcher decide what follows Ctrl-C and SIGTERM. Ctrl-C reaches the launcher as well;
+    the `wish` reports SIGTERM to it."""
     number = signal.SIGTERM
 
     def restore() -> None:
@@ -135,6 +135,7 @@ def launch(
     min_ranks: int = 1,
     invitation: Invitation | None = None,
     injects: bool = True,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -152,13 +153,14 @@ def launch(
             has delivered none is then None.
         places: the emulated node of each rank; by default all are on this machine as it is.
         shared_memory: whether ranks may share memory, where `ORCHESTRA_SHARED_MEMORY` allows it.
-        grace: seconds from SIGTERM until whoever has sent it kills all processes. Where the orderly
-            stop takes nearly as long, the run ends before, and fails.
+        grace: seconds from SIGTERM until its sender kills all processes. Where the orderly stop
+            takes nearly as long, the run ends before, and fails.
         min_ranks: with fewer, the run does not go on after a loss.
-        invitation: what newcomers are told, who find the entrance in the folder that it names. The
-            ranks listen on the address `ORCHESTRA_HOST`, if that is set.
+        invitation: the facts for newcomers, which find the entrance in the folder that it names.
+            The ranks listen on the address `ORCHESTRA_HOST`, if that is set.
         injects: whether the ranks heed `ORCHESTRA_INJECT`, and are no process of a simulation,
             whose own ranks do.
+        on_start: called with a function that stops the run as Ctrl-C does, from any thread.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -185,6 +187,8 @@ def launch(
     with _store_path() as store_path, handling(interrupts), door:
         job = Job(payload, main, dict(os.environ), store_path)
         watcher.start()
+        if on_start is not None:
+            on_start(watcher.interrupt)
         try:
             for rank in range(ranks):
                 spec = RankSpec(

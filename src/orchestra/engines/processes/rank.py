@@ -52,6 +52,7 @@ from orchestra.engines.processes.system import (
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import GroupChanged, InputError, PeerLost, RunEnded, RunFailed
+from orchestra.transports import executor
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.matching import Receive, Send
 from orchestra.transports.native import Native
@@ -149,7 +150,7 @@ class Connections:
         torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
         self._transport = transport = connect_mesh(
             roster.rank, roster.addresses, listener, _token(spec, roster.generation),
-            tls=spec.tls, timeout=spec.limits.joining,
+            tls=spec.tls, timeout=spec.limits.joining, compiled=roster.compiled,
             on_wait=lambda ranks: control.connecting(tuple(members[rank] for rank in ranks)),
             is_over=lambda: control.is_over(roster.generation),
             report=lambda lost: control.accuse(lost, roster),
@@ -196,13 +197,13 @@ class Connections:
     def alone(self, listener: socket.socket) -> Runtime:
         """Return what the program of a newcomer works with until it is taken into a group."""
         address, slot = address_of(listener), self._spec.rank
-        return self.join(Roster(0, (slot,), (address,), 1, (), 0), listener)
+        return self.join(Roster(0, (slot,), (address,), 1, (), False, 0), listener)
 
     def _regroup(self, roster: Roster, error: PeerLost | GroupChanged) -> Runtime:
         """See `Runtime.regroup`; `roster` is that of the group that has ended by `error`."""
         assert self._transport is not None
         if isinstance(error, PeerLost):
-            self._control.accuse(error, roster)
+            self._control.accuse(error, roster, waits=True)
         # Until all know that the group is over, some may need what this rank has still to send.
         self._control.wait_for_next(roster.generation)
         # From here on no flow writes into memory that the program goes on to use.
@@ -213,7 +214,7 @@ class Connections:
             try:
                 return self.join(roster, listener)
             except PeerLost as lost:
-                self._control.accuse(lost, roster)
+                self._control.accuse(lost, roster, waits=True)
             except GroupChanged:
                 pass  # there is one more
 
@@ -254,7 +255,7 @@ def run_rank(
         control.hello(
             pid=os.getpid(), host=spec.node, machine=machine(), kernel=kernel(),
             cores=usable_cores(), address=address_of(listener),
-            memory=host_key() if spec.shared_memory else "",
+            memory=host_key() if spec.shared_memory else "", uncompiled=_uncompiled(spec),
         )  # fmt: skip
         try:
             result = _run(spec, control, listener, load, make_store, resources)
@@ -264,6 +265,15 @@ def run_rank(
             raise RunEnded(cause) from error
         control.finish(delivery)
         return result
+
+
+def _uncompiled(spec: RankSpec) -> str:
+    """Return why compiled code cannot move collectives between this rank and others."""
+    if spec.tls is not None:
+        return "they are encrypted"
+    if not executor.is_there():
+        return f"the compiled part is not there on {spec.node}"
+    return ""
 
 
 def _run(

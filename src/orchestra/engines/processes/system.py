@@ -1,7 +1,5 @@
 """The operating system: processes and hosts, signals, time and processor use, memory, and the
 emulated node that a rank's process moves to. Imports without torch.
-
-Why glibc's allocator is configured: decision 37.
 """
 
 from __future__ import annotations

@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.engines.live import Display, Lines, Progress
 from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.joining import ENTRANCE, Admission, Entrance, Invitation
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import StopWish, UsageMeter
-from orchestra.engines.run import record_of, write_environment
+from orchestra.engines.run import Callback, RunProgress, record_of, write_environment
 from orchestra.errors import GroupChanged, InputError, PeerLost, tell
-from orchestra.records.record import EXPERIMENT, RunRecord
+from orchestra.records.files import EXPERIMENT, steps_files
+from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
 from orchestra.settings.base import from_plain, to_plain
 from orchestra.strategies.base import refusal_of, roles_of
@@ -52,19 +54,53 @@ def _metered(runtime: Runtime, meter: UsageMeter) -> Runtime:
 
 
 def invitation_to(run: Run, folder: Path) -> Invitation | None:
-    """Return what newcomers to `run` are told; None where it cannot take anybody in."""
+    """Return the invitation for newcomers to `run`; None if the run cannot take in any."""
     path = folder / EXPERIMENT
     if not run.is_elastic or not path.exists():
         return None
-    files = (each.stem.removeprefix("steps-rank-") for each in folder.glob("steps-rank-*.jsonl"))
-    next_rank = 1 + max((int(rank) for rank in files if rank.isdecimal()), default=-1)
+    next_rank = 1 + max(steps_files(folder), default=-1)
     refusal = partial(refusal_of, run.strategy)
     given = str(folder.absolute()), path.read_text(), next_rank, refusal
     return Invitation(folder / ENTRANCE, *given)
 
 
+@dataclass
+class _Listener:
+    """Tells a callback of the user's how far the run is, and stops the run if it wishes so.
+
+    An error of the callback stops the run, too, and is raised once the ranks are gone.
+    """
+
+    callback: Callback
+    first: int  # the first worker's rank
+    stop: Callable[[], None] = lambda: None
+    stopped: bool = False
+    error: BaseException | None = None
+
+    def on_start(self, stop: Callable[[], None]) -> None:
+        self.stop = stop
+
+    def on_event(self, event: Event | Notice) -> None:
+        if self.stopped or not isinstance(event, Heartbeat) or event.rank != self.first:
+            return
+        if event.step == 0 or event.loss is None:
+            return
+        progress = RunProgress(event.step, event.samples, event.fraction or 0.0, event.loss)
+        try:
+            self.stopped = self.callback(progress) is True
+        except BaseException as error:
+            self.error, self.stopped = error, True
+        if self.stopped:
+            self.stop()
+
+
 def train_run(
-    run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
+    run: Run,
+    folder: Path,
+    *,
+    quiet: bool = False,
+    progress: Progress | None = None,
+    callback: Callback | None = None,
 ) -> RunRecord:
     """Train `run` on processes of this machine; its records go into `folder`. See
     `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing."""
@@ -72,21 +108,34 @@ def train_run(
     if (lack := lacking(run)) is not None:
         raise InputError(f"device: {run.strategy!r} {lack}")
     write_environment(folder)
+    listener = None if callback is None else _Listener(callback, roles.workers[0])
     with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
+
+        def on_event(event: Event | Notice) -> None:
+            display.on_event(event)
+            if listener is not None:
+                listener.on_event(event)
+
         outcome = launch(
             program, (run, folder.absolute()), len(roles.shares), patience=run.training.patience,
-            threads=run.training.threads, on_event=display.on_event, grace=run.training.grace,
+            threads=run.training.threads, on_event=on_event, grace=run.training.grace,
             min_ranks=run.training.min_ranks or 1, invitation=invitation_to(run, folder),
+            on_start=None if listener is None else listener.on_start,
         )  # fmt: skip
+    if listener is not None and listener.error is not None:
+        raise listener.error
     left_out, notices = outcome.left_out, outcome.notices
     reports = [
         each if rank < len(roles.shares) else from_plain(RankReport | None, each)
         for rank, each in enumerate(outcome.results)
     ]
-    return record_of(
+    record = record_of(
         run, reports, folder, outcome.setup, left_out=left_out, notices=notices,
         terminated=outcome.terminated,
     )  # fmt: skip
+    if listener is not None and listener.stopped and record.ending.stopped_by == "Ctrl-C":
+        record = replace(record, ending=replace(record.ending, stopped_by="callback"))
+    return record
 
 
 def has_validation(task: str) -> bool:
@@ -112,13 +161,14 @@ def take_part(
     completed: RunRecord | None = None,
     on_left: Callable[[str], None] | None = None,
     wish: StopWish | None = None,
-) -> RunRecord | None:
+) -> RunRecord | bool:
     """Train `run` as one of the processes that torchrun or another launcher started.
 
-    Every rank writes its steps into `folder`; checkpoints need one that all ranks share. The
-    record is rank 0's; other ranks return None. Where rank 0 gives the record of this run, which
-    was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
-    processes, after a call of `on_left` with the reason; so does rank 0 where its program is stuck.
+    Every rank writes its steps into `folder`; checkpoints need one that all ranks share. Rank 0
+    returns the record; each other rank returns whether the run was stopped. Where rank 0 gives the
+    record of this run, which was `completed` before, all ranks leave at once. Where rank 0 is gone,
+    the others leave their processes, after a call of `on_left` with the reason; so does rank 0
+    where its program is stuck.
     `wish`: see `join`.
 
     Raises `InputError` where as many processes were started as the strategy cannot use, and
@@ -144,8 +194,11 @@ def take_part(
             wish=wish, min_ranks=run.training.min_ranks or 1,
             invitation=invitation_to(run, folder) if watched else None,
         )  # fmt: skip
-    if completed is not None or not first:
+    if completed is not None:
         return completed
+    if not first:
+        own = outcome.results[launched.rank]  # a `RankReport` as plain data
+        return own is not None and bool(own["stopped"])
     reports = [from_plain(RankReport | None, report) for report in outcome.results]
     left_out, notices = outcome.left_out, outcome.notices
     return record_of(

@@ -42,6 +42,9 @@ SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
 STRANGER_SECONDS = 10.0  # for a connection to show the token
 STRANGERS = 32  # such connections, beside those of the ranks; more push out the oldest
 
+BY_MESSAGES = "collectives between hosts go by messages"
+"""How the notice begins that compiled code does not move them, and why."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -73,6 +76,7 @@ class _Link:
     cores: tuple[str, Sequence[int]] = ("", ())  # of which host it may use which
     address: tuple[str, int] = ("", 0)
     memory: str = ""  # the same for ranks that can share memory
+    uncompiled: str = ""  # why collectives with it go by messages; nothing where they do not
 
     def send(self, message: Message) -> None:
         # A rank that is gone or stuck is found out by its silence, not here.
@@ -117,7 +121,7 @@ class Watcher:
         self._links: dict[int, _Link] = {}
         self._connected: set[int] = set()
         self._orders: list[Callable[[], None]] = []  # from other threads
-        self._abandoned = False
+        self._abandoned = self._said_why = False
         self._limit = math.inf if limit is None else limit
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
@@ -307,6 +311,8 @@ class Watcher:
             elif isinstance(instruction, events.Refuse):
                 if (link := self._links.get(instruction.rank)) is not None:
                     link.send({"kind": "abort", "cause": instruction.why})
+            elif isinstance(instruction, events.Disconnect) and instruction.to is not None:
+                self._links[instruction.to].send({"kind": "disconnect", **asdict(instruction)})
             else:  # an order to all ranks
                 if isinstance(instruction, events.Abort):
                     self._on_cause(instruction.cause)
@@ -453,6 +459,7 @@ class Watcher:
         link.address = tuple(message["address"])
         link.cores = str(message["kernel"] or message["host"]), list(map(int, message["cores"]))
         link.memory = str(message["memory"])
+        link.uncompiled = str(message["uncompiled"])
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
         self._observe(events.Joined(rank, message["host"]))
@@ -475,10 +482,21 @@ class Watcher:
             "addresses": [link.address for link in links],
             "threads": shares_of_cores([link.cores for link in links]),
             "memory": [link.memory for link in links],
+            "compiled": not any(link.uncompiled for link in links),
         }
         self._broadcast({"kind": "roster", **roster})
+        if why := self._why_messages(links):
+            self._carry_out(self.detector.noticed(why))
         if self.detector.stopped:
             self._broadcast({"kind": "stop"})
+
+    def _why_messages(self, links: Sequence[_Link]) -> str:
+        """Return why collectives go by messages, for the first group where they do; else ""."""
+        reasons = [link.uncompiled for link in links if link.uncompiled]
+        if self._said_why or not reasons or len({link.memory or link.rank for link in links}) == 1:
+            return ""
+        self._said_why = True
+        return f"{BY_MESSAGES}, which costs time: {reasons[0]}"
 
 
 def _event_of(rank: int, message: Message) -> events.Event | None:
@@ -495,7 +513,7 @@ def _event_of(rank: int, message: Message) -> events.Event | None:
             return events.Left(rank)
         case "accusation":
             failure = events.Failure(**message["failure"])
-            return events.Accused(rank, failure, message["generation"])
+            return events.Accused(rank, failure, message["generation"], message["waits"])
         case "failure":
             return events.Failed(rank, events.Failure(**message["failure"]))
     return None

@@ -1,7 +1,6 @@
-"""Collectives beside the flows of a rank, one after the other on a thread of their own.
+"""Background collectives of a rank, which run one after the other on a thread of their own.
 
-No flow is needed for them, unless their messages are sent: their times follow from when each was
-begun.
+They need no flow, unless their messages are sent: their times follow from when each was begun.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The driver is chosen when the first rank begins the collective, and never change
 whose ranks have links and cores of their own is evaluated: one function computes the times of all
 ranks as soon as the last rank has begun (evaluate.py). Others are followed: each rank sends and
 receives its messages, which share links with all other messages (participant.py). `Rendezvous`
-decides. Beside the two, flows send the messages for a timeline or a fault (`Sent`).
+decides. Neither driver is used for a timeline or a fault: then flows send the messages (`Sent`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Collective(ABC):
 
 
 class Evaluated(Collective):
-    """A collective of which `evaluate` computes all times at once.
+    """A collective whose times `evaluate` computes all at once.
 
     `is_ready` is called as soon as the start of every rank is known.
 

@@ -2,7 +2,7 @@
 
 PyTorch's grad mode, default device and dispatch modes live in the thread, so that flows which
 compute have one each. Where tensors have no values none of that matters, and greenlets change
-places in a hundredth of the time (docs/decisions/0025-virtual-time.md).
+places in a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -114,11 +114,12 @@ Context = ThreadContext | GreenletContext
 
 
 class Affinity:
-    """Keeps threads, of which one runs at a time, on one core after the other of a machine.
+    """Keeps threads that run one at a time on the same core of a machine, which may change.
 
-    The one that wakes another still runs, so that the system puts that one on an idle core, whose
-    caches hold nothing of what it needs. So it is told to wake where the first one runs; from then
-    on the system may move it. All are bound to the cores that the present thread may use.
+    A thread that wakes another one is still running. So the system would put the woken thread on an
+    idle core, whose caches hold none of its data. This class makes it wake on the core of the
+    running thread; from then on the system may move it. All are bound to the cores that the present
+    thread may use.
     """
 
     def __init__(self) -> None:

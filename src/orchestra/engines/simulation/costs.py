@@ -19,7 +19,7 @@ from orchestra.cluster.units import FLOPS as UNIT
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.record import cache_folder
+from orchestra.records.files import cache_folder
 from orchestra.trainer.settings import AUTO, NONE, Run
 
 if TYPE_CHECKING:
@@ -355,8 +355,8 @@ class SimulatedCompute:
     def _gather(self) -> None:
         """Begin a gradient only when its time has come for all, and not ahead of the others.
 
-        What ranks do around their gradients is short; if they do it one right after the other, it
-        is in the caches, of which a gradient leaves nothing.
+        The work of ranks around their gradients is short. If the ranks do it right after one
+        another, its code and data stay in the caches; a gradient would push them out.
         """
         self._kernel.catch_up()
 

@@ -1,7 +1,7 @@
-"""What goes wrong in a cluster, acting on a run, and what its watcher makes of it.
+"""Faults of a cluster, and joins: their effects on a run, and the decisions of its watcher.
 
-What decides is that of real processes (engines/failure_detector.py); here it is told in virtual
-time what the beats of real ranks would tell it, as long as anything is wrong.
+The failure detector of real processes decides (engines/failure_detector.py). While anything is
+wrong, it gets here in virtual time the events that the beats of real ranks would bring it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from orchestra.engines.events import (
     Abort,
     Accused,
     Disconnect,
+    Disconnected,
     Exited,
     Failed,
     Failure,
@@ -27,9 +28,11 @@ from orchestra.engines.events import (
     Notice,
     OfRank,
     Ready,
+    Refuse,
     Regroup,
+    Rest,
 )
-from orchestra.engines.failure_detector import FailureDetector, Limits
+from orchestra.engines.failure_detector import FailureDetector, Limits, Refusal
 from orchestra.engines.simulation.kernel import Call
 from orchestra.engines.simulation.rank import GroupMember
 from orchestra.engines.simulation.world import World
@@ -44,11 +47,13 @@ class Faults:
     """The faults of `cluster`, and the watcher of its ranks, which is beside rank 0.
 
     Args:
-        members: the ranks, which the watcher tells of new groups.
+        members: the ranks, those that join included; the watcher tells them of new groups.
+        ranks: how many of them begin with the run.
         beat: the heartbeat of a rank, now.
         patience: of the watcher, in seconds.
         notice: tells the user.
         min_ranks: with fewer, the run does not go on.
+        refusal: why it does not go on with so many ranks; None if it does.
 
     Attributes:
         left_out: why, for each rank that the run went on without.
@@ -58,18 +63,22 @@ class Faults:
         self,
         cluster: Cluster,
         members: Sequence[GroupMember],
+        ranks: int,
         world: World,
         beat: Callable[[int], Heartbeat],
         patience: float,
         notice: Callable[[str], None],
         min_ranks: int = 1,
+        refusal: Refusal = lambda _: None,
     ) -> None:
         self._world, self._kernel, self._members = world, world.kernel, members
-        self._ranks = range(len(members))
+        self._first, self._ranks = ranks, [*range(ranks)]  # at the start, and until now
+        self._newcomers: set[int] = set()  # ranks that have come and are in no group yet
         self._beat, self._notice = beat, notice
         self._detector = FailureDetector(
-            len(members), Limits(patience=patience), start=0.0, children=True, min_ranks=min_ranks
-        )
+            ranks, Limits(patience=patience), start=0.0, children=True, min_ranks=min_ranks,
+            refusal=refusal,
+        )  # fmt: skip
         self.left_out = self._detector.left_out  # why the run went on without each of these
         self._ended: set[int] = set()
         self._unheard: list[OfRank] = []  # what ranks behind a cut link have said
@@ -83,6 +92,22 @@ class Faults:
             self._detector.observe(0.0, Joined(rank, world.nodes[rank].name))
         self._schedule(cluster)
 
+    def join(self, rank: int) -> None:
+        """From an event: `rank` asks to be taken in. Its program begins."""
+        self._ranks.append(rank)
+        self._newcomers.add(rank)
+        self._say(Joined(rank, self._world.nodes[rank].name))
+
+    def is_newcomer(self, rank: int) -> bool:
+        """Return whether `rank` has not been in a group yet."""
+        return rank in self._newcomers
+
+    def look_after_newcomers(self, rank: int) -> None:
+        """From `rank`, whose state has changed: let the watcher see whether newcomers, if there are
+        any, can be taken in now."""
+        if self._newcomers:
+            self._kernel.after(self._world.latency(rank, WATCHER_RANK), self._look)
+
     def ended(self, event: Finished | Failed) -> None:
         """Note that the program of a rank has ended; the run goes on until that is known."""
         self._kernel.outstanding += 1
@@ -94,7 +119,7 @@ class Faults:
 
     def accuse(self, rank: int, generation: int, failure: Failure) -> None:
         """From `rank`: it has lost another one of its group."""
-        self._say_after_latency(Accused(rank, failure, generation))
+        self._say_after_latency(Accused(rank, failure, generation, waits=True))
 
     def _say_after_latency(self, event: OfRank) -> None:
         latency = self._world.latency(event.rank, WATCHER_RANK)
@@ -117,7 +142,9 @@ class Faults:
             if is_end:
                 self._ended.add(event.rank)
                 # The watcher waits for the cause of a failure that may be a consequence.
-                self._kernel.outstanding -= given_up or isinstance(event, Finished)
+                is_waited_for = isinstance(event, Failed) and event.rank not in self._newcomers
+                self._kernel.outstanding -= given_up or not is_waited_for
+                self._newcomers.discard(event.rank)
             if not given_up:
                 self._observe(event)
 
@@ -126,14 +153,14 @@ class Faults:
         self._kernel.after(self._world.latency(WATCHER_RANK, rank), order)
 
     def _schedule(self, cluster: Cluster) -> None:
-        at, world, ranks = self._kernel.at, self._world, len(self._ranks)
+        at, world, ranks = self._kernel.at, self._world, self._first
         for node in {node.name: node for node in world.nodes}.values():
             for time, factor in cluster.speed_changes(node):
                 at(time, partial(world.change_speed, node, factor))
         for channel in cluster.channels.values():
             for time, factor in cluster.bandwidth_changes(channel):
                 at(time, partial(self._change_bandwidth, channel, factor))
-        for rank in self._ranks:
+        for rank in range(len(self._members)):
             for begin, end in cluster.pauses(rank, ranks):
                 at(begin, partial(self.hold, rank, end - begin))
             death = cluster.death(rank, ranks)
@@ -167,11 +194,13 @@ class Faults:
         if rank not in self._ended:
             self._watch()
             self._lose(rank, CLOSED, at_once=False)
-            self._observe(Exited(rank, -signal.SIGKILL))
+            is_child = rank < self._first
+            self._observe(Exited(rank, -signal.SIGKILL) if is_child else Disconnected(rank))
 
     def _lose(self, rank: int, reason: str, *, at_once: bool) -> None:
         """End `rank`; the others learn it at once, or from the ends of their connections."""
         self._ended.add(rank)
+        self._newcomers.discard(rank)
         self._hear()  # nothing that it has said
         self._held.discard(rank)
         self._world.kill(rank, reason)
@@ -199,6 +228,10 @@ class Faults:
         self._watching = bool(self._held or self._cut) or now < self._until
         if self._watching:
             self._kernel.after(BEAT_SECONDS, self._tick)
+
+    def _look(self) -> None:
+        self._watch()  # hears all beats
+        self._carry_out(self._detector.tick(self._kernel.now(), self._held))
 
     def _hear_beats(self) -> None:
         ending = {event.rank for event in self._unheard if isinstance(event, Finished | Failed)}
@@ -232,12 +265,18 @@ class Faults:
                     self._lose(rank, reason, at_once=True)
                 case Regroup(generation=generation, members=members):
                     self._group, self._missing = members, set(members)
+                    self._newcomers.difference_update(members)
                     for rank in members:
                         change = self._members[rank].change_group
                         self._tell(rank, partial(change, generation, members))
+                case Rest():
+                    for rank in self._group:
+                        self._tell(rank, self._members[rank].rest)
+                case Refuse(rank=rank, why=why) if rank not in self._ended:
+                    self._lose(rank, why, at_once=True)
                 case Kill(rank=rank) if rank in self.left_out and rank not in self._ended:
                     self._lose(rank, self.left_out[rank], at_once=True)
-                case Kill() | Disconnect():
+                case Kill() | Disconnect() | Refuse():
                     pass  # the run is over, or it has been lost before
                 case _:
                     raise AssertionError(f"{instruction} has no meaning in virtual time")

@@ -1,8 +1,7 @@
 """Activities that share resources as a fluid: messages the links, computations the cores of a node.
 
 At a given rate the time at which an activity ends is known: it is computed anew only when the
-rate changes, and rates change only where what has happened can be felt (sharing.py;
-docs/decisions/0027-fluid.md).
+rate changes, and rates change only where what has happened can be felt (sharing.py).
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Fluid:
     Whatever happens at one instant is shared out once, after it. Activities that end at the same
     instant end together, in the order of their start.
 
-    `acknowledgements` are what data that crosses resources needs on the way back, in proportion
-    (docs/decisions/0095-tcp.md).
+    `acknowledgements` is the capacity that acknowledgements take, per unit of the data that they
+    confirm.
     """
 
     def __init__(self, events: Events, acknowledgements: float = 0.0) -> None:
@@ -76,7 +75,7 @@ class Fluid:
         activity = Activity(self._started, amount, path, then, now, weight)
         # One that ends at this instant on the same resources hands on its rate, as long as all that
         # determines the rate is equal. Messages of one connection follow each other like this, and
-        # nothing is shared anew (docs/decisions/0085-successors-on-the-links.md).
+        # nothing is shared anew.
         places = self._places.get(path)
         if places and (not amount or (places[-1].back, places[-1].weight) == (back, weight)):
             self._take_place(activity, places.pop(), now)

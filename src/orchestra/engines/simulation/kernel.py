@@ -1,7 +1,7 @@
-"""Virtual time: flows of which exactly one runs, and events in their order.
+"""Virtual time: exactly one flow runs at a time, and events happen in their order.
 
-A flow runs until it parks. Whoever parks carries out the events that come next, in the order of
-(time, sequence), until one of them makes a flow go on: to that one it passes the turn.
+A flow runs until it parks. The flow that parks carries out the next events, in the order of
+(time, sequence), until an event makes a flow go on. It then passes the turn to that flow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Call = Callable[[], None]
 
 Wait = tuple[tuple[int, ...], str]
-"""Any of which ranks is waited for, and for what."""
+"""The ranks that a flow waits for (one of them is enough), and what it waits for."""
 
 
 class Timer:
@@ -336,7 +336,7 @@ class Kernel(Events):
 
 
 def foremost(rank: int, waits: Sequence[Wait]) -> Wait:
-    """Return the first of `waits` for another rank; `rank`'s main flow comes first in them.
+    """Return the first of `waits` that is for another rank; the first of all is `rank`'s main flow.
 
     Background flows may only be idle until somebody has a message for them.
     """

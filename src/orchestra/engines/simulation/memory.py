@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from orchestra.engines.simulation.costs import Costs, first_batch
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import undisturbed
-from orchestra.strategies.base import ModelPart, Strategy, roles_of
+from orchestra.strategies.base import ModelPart, Strategy, refusal_of, roles_of
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import Sizes, kept_bytes, meta_model, sizes_of
@@ -44,9 +45,16 @@ class Memory:
         return load_task(self._run.task)
 
     def require_room(self, cluster: Cluster, ranks: int) -> None:
-        """Raise `InputError`, with the sum, where ranks need more than a node of theirs has."""
-        ranks_of: dict[str, list[int]] = defaultdict(list)
+        """Raise `InputError`, with the sum, where ranks need more than a node of theirs has, at the
+        start or once all have joined."""
         nodes = cluster.nodes_of(ranks)
+        self._require_room_on(nodes[:ranks])
+        if len(nodes) > ranks and refusal_of(self._strategy, len(nodes)) is None:
+            training = replace(self._run.training, ranks=len(nodes))
+            Memory(replace(self._run, training=training))._require_room_on(nodes)
+
+    def _require_room_on(self, nodes: Sequence[Node]) -> None:
+        ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, node in enumerate(nodes):
             ranks_of[node.name].append(rank)
         for node in dict.fromkeys(nodes):

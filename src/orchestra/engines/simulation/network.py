@@ -77,7 +77,8 @@ class Meter:
     """Bytes of messages, payload and headers, by the rank that they go to.
 
     Set-up, checkpoints and evaluation lie outside the stopwatch, as they do in a record. A message
-    counts in full when it is sent, all of an all-reduce at once when its rank is through.
+    counts in full when it is sent. Those of an all-reduce count together, when its rank has ended
+    its part.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -102,7 +103,7 @@ class Meter:
         return self._began is not None
 
     def settle(self) -> None:
-        """Count the messages of collectives that are through by now."""
+        """Count the messages of the collectives that have ended by now."""
         for call in self.uncounted:
             call()
 
@@ -145,6 +146,7 @@ class Net:
     def __post_init__(self) -> None:
         # The costs of a message, from its bytes with the header, and whether its ranks are near.
         self.message_cost = functools.lru_cache(maxsize=1024)(self.overhead.message)
+        self.transfer_cost = functools.lru_cache(maxsize=1024)(self.overhead.transfer)
         self.barriers = Barriers(self.kernel)
 
     def is_near(self, source: int, target: int) -> bool:
@@ -186,8 +188,8 @@ class Port:
         self.bytes_sent = 0
         self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag
         self._cold = self.closed = False
-        # Looked up by what has happened: with many servers a rank has many flows, and asking each
-        # of them after every message was slow (docs/decisions/0103-who-is-woken.md).
+        # Flows are found by the operation that they wait for: with many servers a rank has many
+        # flows, and asking each of them after every message was slow.
         self._asleep: dict[object, dict[Flow, Callable[[], bool]]] = {}  # by what they wait for
         net.ports.append(self)
 
@@ -209,8 +211,8 @@ class Port:
 
     def keep_order(self) -> None:
         """Let the current flow catch up with virtual time, if others share its caches."""
-        # Only the first message of a step is cold. A flow that is ahead must not take that from one
-        # that another flow sends before it in virtual time (docs/decisions/0029-shapes-only.md).
+        # Only the first message of a step is charged for cold caches. A flow that is ahead of
+        # virtual time must not claim that charge before a flow that sends earlier.
         if self.shares_caches:
             self.net.kernel.catch_up()
 

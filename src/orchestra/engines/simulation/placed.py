@@ -42,7 +42,7 @@ MAX_STEPS_KEPT = 1 << 16
 
 @dataclass(frozen=True)
 class Ends:
-    """When each rank is through, where its time went, and its links after it (`evaluate.RANK`)."""
+    """When each rank ends its part, where its time went, and its links then (`evaluate.RANK`)."""
 
     clock: Floats
     waiting: Floats
@@ -58,8 +58,8 @@ class PlacedPlan:
     Attributes:
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells.
-        private: whether, beside that, no rank outside can send over its links, but to one of its
-            ranks: then its times can be evaluated at once.
+        private: whether it is contention-free, and no rank outside can send over its links, except
+            to one of its ranks: then its times can be evaluated at once.
         keeps_partners: whether no two pairs use a link, one after the other.
     """
 
@@ -159,14 +159,14 @@ class PlacedPlan:
             frame_bytes = (end - first) * plan.itemsize + HEADER
             near = peer >= 0 and self._host[index] == self._host[peer]
             if kind is SEND:
-                cost = self.net.message_cost(frame_bytes, near)
+                cost = self.net.transfer_cost(frame_bytes, near)
                 yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
             elif kind is TAKE:
-                receiving = self.net.message_cost(frame_bytes, near).receiving
+                receiving = self.net.transfer_cost(frame_bytes, near).receiving
                 yield kind, number, peer, frame_bytes, receiving, 0.0
             elif kind is ADD:
                 yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
-            elif kind is FREE and not overhead.is_buffered(frame_bytes, near):
+            elif kind is FREE and not self.net.transfer_cost(frame_bytes, near).is_buffered:
                 yield kind, number, peer, 0, 0.0, 0.0
 
     def ends(
@@ -181,7 +181,8 @@ class PlacedPlan:
         Args:
             arrivals: by place, when each rank arrives.
             rates: seconds of a core of speed 1 that it computes in a second.
-            ranks: their state (`evaluate.RANK`), of which the links count; it is changed.
+            ranks: their state (`evaluate.RANK`), which is changed in place. Its links are read; its
+                clocks and waits are set here.
             slowed: how many times as long as alone messages cross the links.
         """
         ranks["clock"], ranks["waiting"], ranks["slowness"] = arrivals, 0.0, 1 / rates
@@ -226,10 +227,9 @@ class PlacedPlan:
 
         def kind(elements: int, near: bool, whole: int) -> tuple[float | int, ...]:
             payload = elements * plan.itemsize
-            cost = self.net.message_cost(payload + HEADER, near)
-            held = not overhead.is_buffered(payload + HEADER, near)
-            adding = overhead.add * payload
-            return *cost, adding, payload + HEADER, held, whole, len(codes) + near, 0
+            *seconds, is_buffered = self.net.transfer_cost(payload + HEADER, near)
+            sizes = payload + HEADER, not is_buffered, whole, len(codes) + near, 0
+            return *seconds, overhead.add * payload, *sizes
 
         for number, code in enumerate(codes.tolist()):
             whole, rest = divmod(code // 2 - 1, plan.segment)

@@ -63,9 +63,8 @@ class NodeStage:
             begin = Phase(costs.collective + shown + barrier, costs.wake)
             return begin, Phase(whole, None)
         chunks = ceil(cuts[-1] * itemsize / CHUNK_BYTES)
-        # A pipeline: only the first chunk's showing and the last one's taking overlap with nothing.
-        # Those between are charged in one go, and not with an event for each barrier
-        # (docs/decisions/0082-shared-memory-in-virtual-time.md).
+        # Chunks form a pipeline: only showing the first and taking the last overlap with nothing.
+        # The chunks between are charged in one go instead of an event per barrier.
         first, last = shown / chunks, taken / chunks
         between = shown - first + formed + taken - last + chunks * barrier
         return (
@@ -276,7 +275,7 @@ class CollectivePlan:
         return [each.astype(np.int64).tolist() for each in sums]
 
     def _buffers(self) -> list[int]:
-        """Return the bytes that the executor allocates on each rank beside the vector."""
+        """Return the bytes that the executor allocates on each rank in addition to the vector."""
         ranks = self.schedule.ranks
         if self._slot_bytes:
             return [ranks * self._slot_bytes] * ranks

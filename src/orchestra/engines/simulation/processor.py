@@ -4,7 +4,7 @@ An operating system does not divide a core among threads at every instant. A thr
 until it has nothing to compute, or until its time slice is over and another one waits; then it
 queues up behind. Pieces of work that are shorter than a slice are therefore done one after the
 other: of three equal ones on two cores the last is done after twice the time, not after one and a
-half. Whoever gets a core that somebody else had before fills its caches first.
+half. A thread that gets a core after another thread fills its caches first.
 """
 
 from __future__ import annotations

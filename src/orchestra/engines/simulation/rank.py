@@ -1,7 +1,7 @@
 """One simulated rank in one group after the other: what its program is given, and what it reports.
 
-Its end of the run is that of a real rank (engines/processes/rank.py): it is told by the watcher
-that its group is over, gives it up, says that it can be reached, and connects with the others anew.
+It behaves like a real rank (engines/processes/rank.py): when the watcher reports that its group is
+over, it gives the group up, says that it can be reached, and connects with the others anew.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ class GroupMember:
         self._generation = self._ordered = 0  # of its group, and of the newest that it knows of
         self._members = net.members  # of that one
         self._next = 0, net  # the newest group of which all ranks can be reached
-        self._port = net.ports[slot]
+        self._port = next(port for port in net.ports if port.slot == slot)
+        self.is_to_rest = False  # in its group, as there are newcomers
         self._waiting: Flow | None = None  # its main flow, as long as it waits for an order
 
     @property
     def is_over(self) -> bool:
         """True if the rank is to give up its group."""
         return self._ordered > self._generation
+
+    def begin(self) -> Runtime:
+        """Return what the program works with at first."""
+        return self._make_runtime(self, self._port)
 
     def join(self, net: Net) -> Runtime:
         """Return what the program works with in the group of `net`."""
@@ -66,9 +71,13 @@ class GroupMember:
 
     def change_group(self, generation: int, members: tuple[int, ...]) -> None:
         """Learn that `members` are to be the group of this number."""
-        self._ordered, self._members = generation, members
+        self._ordered, self._members, self.is_to_rest = generation, members, False
         self._port.close()
         self._wake()
+
+    def rest(self) -> None:
+        """Learn that all of the group are to come to rest, to take in newcomers."""
+        self.is_to_rest = True
 
     def connect(self, generation: int, net: Net) -> None:
         """Learn that all ranks of the group can be reached, over `net`."""
@@ -176,15 +185,17 @@ class SimulatedReporter(PassingReporter):
                 gc.freeze()  # what was made until now lives as long as the run
             if self.simulation.is_first(self.member.slot):
                 self.inner.phase(name)
+            self.simulation.look_after_newcomers(self.member.slot)
 
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes
 
     def elastic(self, program: str, *, rests: bool = False) -> None:
         self.elastic_program, self.rests_first = program, rests
+        self.simulation.look_after_newcomers(self.member.slot)
 
     def newcomers_wait(self) -> bool:
-        return False
+        return self.member.is_to_rest
 
     def group_is_over(self) -> bool:
         return self.member.is_over

@@ -66,8 +66,9 @@ class Resource:
         return used
 
     def fits_shares(self, mark: int, highest: float) -> bool:
-        """Return whether it has room for the shares that the sharing `mark` gives to activities,
-        none of which is above `highest`.
+        """Return whether it has room for the shares that the sharing `mark` gives to activities.
+
+        No share is above `highest`.
         """
         if len(self.activities) * max(highest, self.fastest) <= self.capacity:
             return True  # without adding up
@@ -184,7 +185,7 @@ class EqualShares:
         return self.resource.capacity / sum([activity.weight for activity in activities])
 
     def first(self) -> Activity | None:
-        """Return the running activity that ends first; None if there is none."""
+        """Return the running activity that ends first; None if no activity runs."""
         ends = self.ends
         # Entries of those that have ended elsewhere (cancelled, parted) are removed only here.
         while ends and not (ends[0][2].running and ends[0][2].equal is self):

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.nodes import DEFAULT, EVENLY, LogNormal, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
-from orchestra.engines.failure_detector import Limits
+from orchestra.engines.failure_detector import Limits, Refusal
 from orchestra.engines.injection import Inject
 from orchestra.engines.live import LiveFile
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
@@ -36,6 +36,8 @@ from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import (
+    JOINING,
+    SPARE,
     Reporter,
     Runtime,
     chosen_threads,
@@ -49,6 +51,8 @@ NOT_COMPILED = (
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]
+Newcomer = Callable[[str, Runtime], Any]
+"""The program of a rank that joins; its first argument is the phase in which it waits."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class SimulationOutcome:
 
 
 class Simulation:
-    """`ranks` ranks of one program on a cluster, in virtual time, in this process.
+    """`ranks` ranks of one program on a cluster, and those that join, in virtual time, in this
+    process.
 
     Args:
         outer: where progress and notices go, and where the user's wish to stop comes from.
@@ -84,6 +89,7 @@ class Simulation:
         jitter: of the durations of compute, on nodes that do not say.
         patience: of the watcher, in seconds, where the cluster has faults.
         min_ranks: with which the run goes on after a fault, at least.
+        refusal: why it does not go on with so many ranks; None if it does.
         threads: of each rank; None: its share of the cores of its node.
         arithmetic: how many threads of this machine compute each rank's values; by default
             `OMP_NUM_THREADS`, else one, or all cores for a rank that is alone.
@@ -91,7 +97,7 @@ class Simulation:
             there are no random streams.
         pace: of a rank, by what the duration of compute in each of its steps is multiplied, in
             place of jitter and drift; the last one holds for further steps, 1 for other ranks.
-        live: where the ranks' beats are written down for whoever watches the run.
+        live: the file of the ranks' beats, for those who watch the run.
         speeds: gradients a second of each rank, where its parts of a step follow from that.
         injections: faults that ranks inject into themselves.
     """
@@ -109,6 +115,7 @@ class Simulation:
         jitter: Jitter | None = None,
         patience: float = Limits.patience,
         min_ranks: int = 1,
+        refusal: Refusal = lambda _: None,
         threads: int | None = None,
         arithmetic: Sequence[int] | None = None,
         values: bool = True,
@@ -118,9 +125,10 @@ class Simulation:
         injections: Mapping[int, list[Inject]] = MappingProxyType({}),
     ) -> None:
         self._values = values
-        self._threads = cluster.threads_of(ranks, threads)
-        own = chosen_threads(os.environ) or (1 if ranks > 1 else len(usable_cores()))
-        self._arithmetic = arithmetic or [own] * ranks
+        self._threads, self._joins = cluster.threads_of(ranks, threads), cluster.joins
+        slots = len(self._threads)
+        own = chosen_threads(os.environ) or (1 if slots > 1 else len(usable_cores()))
+        self._arithmetic = arithmetic or [own] * slots
         self._streams = RandomStreams()
         self._kernel = Kernel(self._on_turn) if values else Kernel(contexts=GreenletContext)
         self._seed, self._jitter = seed_number, jitter
@@ -143,8 +151,12 @@ class Simulation:
         self.consumed = 0  # samples, by all ranks together
         self._notices: list[str] = []
         self._beats = 0  # of ranks that compute
-        self._results: list[Any] = [None] * ranks
-        self._members = [GroupMember(slot, self._world.net, self._runtime) for slot in range(ranks)]
+        self._results: list[Any] = [None] * slots
+        self._members = [
+            GroupMember(slot, net, self._runtime)
+            for slot in range(slots)
+            for net in [self._world.net if slot < ranks else self._world.alone(slot)]
+        ]
         self._reporters = [SimulatedReporter(outer, member, self) for member in self._members]
         self._computes = [self._compute(member) for member in self._members]
         self._shared: list[tuple[Any, Streams]] = []
@@ -153,15 +165,17 @@ class Simulation:
         if cluster.faults or injections:
             beat, notice = self._heartbeat, self.notice
             self._faults = Faults(
-                cluster, self._members, self._world, beat, patience, notice, min_ranks
-            )
+                cluster, self._members, ranks, self._world, beat, patience, notice, min_ranks,
+                refusal,
+            )  # fmt: skip
             for slot, faults in injections.items():
                 die = functools.partial(self._faults.die, slot)
                 hold = functools.partial(self._faults.hold, slot)
                 self._injectors[slot] = SimulatedInjector(faults, self._kernel, die, hold)
 
-    def run(self, program: Program) -> SimulationOutcome:
-        """Run `program` on every rank, until all have ended or one has failed."""
+    def run(self, program: Program, newcomer: Newcomer | None = None) -> SimulationOutcome:
+        """Run `program` on every rank, and `newcomer` on those that join, until all have ended or
+        one has failed."""
         began = time.monotonic()
         failure = bad_input = None
         thresholds = gc.get_threshold()
@@ -171,6 +185,10 @@ class Simulation:
             self.notice(NOT_COMPILED)
         for rank in range(self._ranks):
             self._start(rank, program)
+        for rank, join in enumerate(self._joins, self._ranks):
+            assert newcomer is not None
+            entering = functools.partial(newcomer, SPARE if join.spare else JOINING)
+            self._kernel.at(join.at, functools.partial(self._enter, rank, entering))
         try:
             self._kernel.run()
         except _RankFailed as failed:
@@ -218,6 +236,11 @@ class Simulation:
         left_out = {} if self._faults is None else self._faults.left_out
         return all(other in left_out for other in range(rank))
 
+    def look_after_newcomers(self, rank: int) -> None:
+        """Called when the state of a rank has changed: see `Faults.look_after_newcomers`."""
+        if self._faults is not None:
+            self._faults.look_after_newcomers(rank)
+
     def look(self, fraction: float | None) -> None:
         """Called after a rank's step: from time to time, write down how far all are."""
         self._fraction = fraction
@@ -227,6 +250,8 @@ class Simulation:
     def _write(self, live: LiveFile) -> None:
         """Write the live file, without whom ranks wait for: a flow's turn is under way."""
         for rank, reporter in enumerate(self._reporters):
+            if not self._kernel.started_of[rank]:
+                continue  # it has not joined yet
             beat = Heartbeat(
                 rank, step=reporter.current_step, samples=reporter.samples,
                 fraction=self._fraction, phase=reporter.current_phase, counters=reporter.counters,
@@ -235,8 +260,14 @@ class Simulation:
             live.slow.on_beat(beat)
         live.write()
 
+    def _enter(self, rank: int, program: Program) -> None:
+        """From an event: let `rank` join."""
+        assert self._faults is not None
+        self._faults.join(rank)
+        self._start(rank, program)
+
     def _start(self, rank: int, program: Program) -> None:
-        runtime = self._members[rank].join(self._world.net)
+        runtime = self._members[rank].begin()
 
         def life() -> Any:
             if rank in self._injectors:
@@ -249,7 +280,9 @@ class Simulation:
     def _ended(self, flow: Flow) -> None:
         rank, self._results[flow.rank] = flow.rank, flow.result
         failure = None if flow.error is None else describe(flow.error)
-        if self._faults is not None and (failure is None or failure.lost is not None):
+        if self._faults is not None and (
+            failure is None or failure.lost is not None or self._faults.is_newcomer(rank)
+        ):
             self._faults.ended(Finished(rank) if failure is None else Failed(rank, failure))
         elif flow.error is not None:
             self._kernel.fail(_RankFailed(rank, flow.error))

@@ -202,8 +202,8 @@ class Stream:
             return  # a rank that stands still takes in nothing
         load.begin()
         self._began = self._events.now()
-        # In a collective acknowledgements are counted with the bytes (`on_wire`), by what the
-        # schedule sends both ways, as in evaluation over arrays (docs/decisions/0095-tcp.md).
+        # In a collective, acknowledgements are part of the bytes (`on_wire`), by what the schedule
+        # sends in both directions, so that followed and evaluated collectives agree.
         back = self.route.back if load.both_ways is None else ()
         weight = self.route.weight
         if self.route.draw_share is not None and not load.fair:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from orchestra.cluster import Channel, Cluster, Jitter, load_cluster
+from orchestra.cluster import Channel, Cluster, Jitter, Node, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import ASSUMED, DEFAULT, EVENLY, Overhead, Sharing
 from orchestra.engines.live import Display, LiveFile, Progress, slow_ranks_of
@@ -25,9 +26,13 @@ from orchestra.engines.simulation.costs import (
     assumed_costs,
     cost_source_of,
 )
-from orchestra.records.record import CLUSTER, Link, Links, RunRecord, write_atomically, write_links
+from orchestra.errors import InputError
+from orchestra.records.files import CLUSTER, steps_file, write_atomically
+from orchestra.records.links import LinkLoad, Links
+from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
-from orchestra.strategies.base import roles_of
+from orchestra.records.store import write_links
+from orchestra.strategies.base import refusal_of, roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
 
@@ -80,7 +85,7 @@ def record_from(assignment: Assignment, outcome: SimulationOutcome) -> RunRecord
     outcome.check()
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     if outcome.node is not None:
-        cluster = replace(cluster, placement=(outcome.node,))
+        cluster = cluster.alone_on(outcome.node)
     return record_of(
         run,
         cast("tuple[RankReport | None, ...]", outcome.results),
@@ -88,12 +93,11 @@ def record_from(assignment: Assignment, outcome: SimulationOutcome) -> RunRecord
         {},
         left_out=outcome.left_out,
         notices=outcome.notices,
-        wall_seconds=outcome.wall_seconds,
-        costs=source.text,
+        wall=outcome.wall_seconds,
+        costs=source,
         node=outcome.node,
-        nodes=cluster.nodes_of(assignment.ranks),
+        nodes=used_nodes(cluster, assignment.ranks, outcome),
         alone=outcome.alone,
-        costs_doubts=source.doubts,
     )
 
 
@@ -136,8 +140,12 @@ def carried_out(assignment: Assignment, reporter: Reporter) -> SimulationOutcome
         live.remove()
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(folder, cluster, outcome, wire)
-    alone = assignment.ranks == 1 < len(cluster.nodes)
-    return replace(outcome, sent=(), node=cluster.nodes_of(1)[0].name if alone else None)
+        for rank in range(len(outcome.results)):
+            if not was_there(rank, assignment.ranks, outcome):
+                steps_file(folder, rank).unlink(missing_ok=True)
+    there = cluster.nodes_of(assignment.ranks)
+    alone = len(there) == 1 < len(cluster.nodes)
+    return replace(outcome, sent=(), node=there[0].name if alone else None)
 
 
 def simulate_run(
@@ -165,7 +173,8 @@ def simulate_run(
     memory = Memory(run)
     if isinstance(run.strategy, Single):
         node = memory.best_node(cluster, costs)
-        cluster = replace(cluster, placement=(node.name,))
+        cluster = cluster.alone_on(node.name)
+    require_joinable(run, cluster)
     memory.require_room(cluster, ranks)
     overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
@@ -175,16 +184,36 @@ def simulate_run(
     def rank_program(rank: Runtime) -> RankReport:
         return train(rank, (run, folder))
 
+    def newcomer(phase: str, rank: Runtime) -> RankReport:
+        return train(rank, (run, folder), entering=phase)
+
     outcome = Simulation(
         cluster, ranks, costs, overhead, reporter, seed_number=run.seed,
         sharing=sharing, jitter=jitter, patience=run.training.patience,
-        min_ranks=run.training.min_ranks or 1,
+        min_ranks=run.training.min_ranks or 1, refusal=partial(refusal_of, run.strategy),
         threads=run.training.threads, values=run.training.tensors == "real", pace=pace, live=live,
-        speeds=speeds, injections=simulated_injections(ranks),
-    ).run(rank_program)  # fmt: skip
+        speeds=speeds, injections=simulated_injections(ranks + len(cluster.joins)),
+    ).run(rank_program, newcomer)  # fmt: skip
     if len(cluster.nodes) > 1:
-        outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))
+        nodes = used_nodes(cluster, ranks, outcome)
+        outcome = replace(outcome, alone=speeds_alone(memory, nodes, costs, jitter))
     return outcome, cluster, overhead.wire if cluster.tcp else 1.0
+
+
+def require_joinable(run: Run, cluster: Cluster) -> None:
+    """Raise `InputError` where ranks are to join `run` on `cluster`, and cannot."""
+    if not cluster.joins:
+        return
+    training, what = run.training, f"cluster {cluster.name}: Join"
+    if training.min_ranks is None:
+        raise InputError(f"{what} needs a run with min_ranks: set it, or leave out Join")
+    if training.tensors == "shapes":
+        raise InputError(f"{what} hands over values: set tensors to real, or leave out Join")
+    if not run.is_elastic:
+        raise InputError(
+            f"{what} takes a run whose settings hold for another number of ranks: leave out Join, "
+            "or what is of each rank by itself (sharding, shares, record_order)"
+        )
 
 
 def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
@@ -208,16 +237,17 @@ def described_speeds(
     sharing: Sharing,
     training: Training,
 ) -> tuple[float, ...]:
-    """Return the gradients of a batch that each rank computes in a second, all at once.
+    """Return the gradients of a batch that each rank computes in a second, all at once, those that
+    join included.
 
     Jitter and faults are left out: nobody can plan for them.
     """
     from orchestra.engines.simulation.simulate import Simulation
     from orchestra.worker.runtime import SilentReporter, Work
 
-    steady = replace(
-        cluster, nodes=tuple(replace(node, jitter=None) for node in cluster.nodes), faults=()
-    )
+    there = tuple(node.name for node in cluster.nodes_of(ranks))
+    nodes = tuple(replace(node, jitter=None) for node in cluster.nodes)
+    steady = replace(cluster, nodes=nodes, placement=there, faults=())
 
     def program(runtime: Runtime) -> float:
         began = runtime.transport.now()
@@ -225,23 +255,35 @@ def described_speeds(
         return runtime.transport.now() - began
 
     outcome = Simulation(
-        steady, ranks, costs, overhead, SilentReporter(),
+        steady, len(there), costs, overhead, SilentReporter(),
         sharing=sharing, threads=training.threads, values=False,
     ).run(program)  # fmt: skip
     assert outcome.failure is None
     return tuple(1 / seconds for seconds in outcome.results)
 
 
+def used_nodes(cluster: Cluster, ranks: int, outcome: SimulationOutcome) -> tuple[Node, ...]:
+    """Return the node of each of the `ranks` at the start, and of each rank that was taken in."""
+    nodes = enumerate(cluster.nodes_of(ranks))
+    return tuple(node for rank, node in nodes if was_there(rank, ranks, outcome))
+
+
+def was_there(rank: int, ranks: int, outcome: SimulationOutcome) -> bool:
+    """Return whether `rank` was one of the `ranks` at the start, or was taken in."""
+    return rank < ranks or outcome.results[rank] is not None or rank in outcome.left_out
+
+
 def speeds_alone(
-    memory: Memory, cluster: Cluster, ranks: int, costs: Costs, jitter: Jitter
+    memory: Memory, nodes: Sequence[Node], costs: Costs, jitter: Jitter
 ) -> dict[str, float]:
-    """Samples/s that each node with any of `ranks` ranks does alone, in the mean: one process with
-    all of its cores, or one on each of its devices that has a rank, in steps of the global batch.
+    """Samples/s that each node does alone, in the mean: one process with all of its cores, or one
+    on each of its devices that has a rank, in steps of the global batch. `nodes` has that of each
+    rank.
 
     `jitter` is that of nodes that do not say. Slow-downs and faults are left out.
     """
     speeds = {}
-    for node, number in Counter(cluster.nodes_of(ranks)).items():
+    for node, number in Counter(nodes).items():
         own = jitter if node.jitter == DEFAULT else node.jitter
         processes = min(number, max(node.devices, 1))
         speed = processes * memory.speed_alone(node, costs)
@@ -264,18 +306,19 @@ def keep_links(folder: Path, cluster: Cluster, outcome: SimulationOutcome, wire:
 def links_of(
     cluster: Cluster, sent: Sequence[Mapping[int, int]], seconds: float, wire: float
 ) -> Links:
-    """Return what each link carried, if rank i sent `sent[i]` bytes to each other rank.
+    """Return what each link carried, if rank i sent `sent[i]` bytes to each other rank, those that
+    joined included.
 
     `wire` are bytes on a link between nodes for each byte of a message.
     """
-    nodes = cluster.nodes_of(len(sent))
-    carried = dict.fromkeys((channel.name for channel in _within_reach(cluster, len(sent))), 0)
+    nodes = cluster.nodes_of(len(sent) - len(cluster.joins))
+    carried = dict.fromkeys((channel.name for channel in _within_reach(cluster, nodes)), 0)
     for source, targets in enumerate(sent):
         for target, size in targets.items():
             for channel in cluster.path(nodes[source], nodes[target]).channels:
                 carried[channel.name] += size
     links = [
-        Link(name, bandwidth, size, size * each / (bandwidth * seconds) if seconds > 0 else 0.0)
+        LinkLoad(name, bandwidth, size, size * each / (bandwidth * seconds) if seconds > 0 else 0.0)
         for name, size in carried.items()
         for bandwidth in [cluster.channels[name].bandwidth]
         for each in [1.0 if name.endswith(" loopback") else wire]
@@ -283,9 +326,10 @@ def links_of(
     return Links.of(seconds, links)
 
 
-def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:
-    """Return channels of switches, of nodes with ranks, and loopbacks of nodes with several."""
-    on = Counter(node.name for node in cluster.nodes_of(ranks))
+def _within_reach(cluster: Cluster, nodes: Sequence[Node]) -> list[Channel]:
+    """Return channels of switches, of nodes with ranks, and loopbacks of nodes with several; each
+    rank is on one of `nodes`."""
+    on = Counter(node.name for node in nodes)
     between = {*on, *(switch.name for switch in cluster.switches)} if len(on) > 1 else set()
     found = []
     for channel in cluster.channels.values():

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from orchestra.cluster.nodes import MessageCost
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.collective import Part
@@ -78,8 +79,8 @@ class SimulatedTransport(Transport):
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
         port.meter.count(port.net.members[to], size)
-        # Chance is drawn only while the stopwatch runs, so that runs with and without evaluation
-        # draw the same (docs/decisions/0115-unlike-shares.md).
+        # Random shares are drawn only while the stopwatch runs, so that runs with and without an
+        # evaluation draw the same numbers.
         both_ways, fair = None, not port.meter.running
         if self._sent is not None:
             both_ways, fair = self._in_collective(*self._sent, to)
@@ -87,12 +88,12 @@ class SimulatedTransport(Transport):
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         near = port.net.is_near(self.rank, to)
-        cost = port.net.message_cost(size, near)
+        cost = self._cost(size, near)
         port.spend(cost.send_setup + self._handling + port.warm_up(), traffic)
         # The rest of the processor time passes while the first bytes are on their way.
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
-        if overhead.is_buffered(size, near):
+        if cost.is_buffered:
             sending.finished = True
         stream.leave(message, self._kernel.here())
         return sending
@@ -272,8 +273,11 @@ class SimulatedTransport(Transport):
 
     def _seconds_to_take(self, receive: matching.Receive) -> float:
         near = self._port.net.is_near(receive.source, self.rank)
-        cost = self._port.net.message_cost(receive.frame_bytes, near)
-        return cost.receiving + self._handling
+        return self._cost(receive.frame_bytes, near).receiving + self._handling
+
+    def _cost(self, frame_bytes: int, near: bool) -> MessageCost:
+        net = self._port.net
+        return (net.message_cost if self._sent is None else net.transfer_cost)(frame_bytes, near)
 
     @property
     def _handling(self) -> float:

@@ -8,20 +8,28 @@ be faster than another?
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import secrets
 import signal
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.units import BANDWIDTH
+from orchestra.engines.events import Event, Interrupted, Notice, Terminated
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.costs import CostSource
 from orchestra.engines.simulation.training import Assignment, carried_out, record_from, simulate_run
@@ -36,6 +44,7 @@ from orchestra.worker.runtime import VARIABLE, usable_cores
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Reporter, Runtime
 
+T = TypeVar("T")
 PATIENCE = 3600.0
 GRACE = 1.0
 """Seconds after its deadline in which a run may end its step, and write a checkpoint."""
@@ -47,16 +56,6 @@ class Trial:
 
     assignment: Assignment
     until: float = 1.0
-
-
-@dataclass(frozen=True)
-class Trials:
-    """What the processes of a launch share out: whoever is free takes the next one."""
-
-    trials: Sequence[Trial]
-    deadline: float  # in seconds, on the clock that all processes of this machine share
-    claims: Path  # an empty folder, in which a trial that was taken has a file
-    threads: int  # that each process computes with
 
 
 @dataclass(frozen=True)
@@ -105,51 +104,174 @@ class Until:
         return self.inner.group_is_over()
 
 
-def shared_out(
-    trials: Sequence[Trial], deadline: float, processes: int, tell: Callable[[], None]
-) -> tuple[list[tuple[int, Tried]], bool]:
-    """Carry out the trials, shared out among processes; alone, if one took all with it.
+def hand_out(
+    ask: Callable[[], tuple[T, Trial] | None],
+    told: Callable[[T, Tried], None],
+    deadline: float,
+    processes: int,
+    tell: Callable[[], None],
+) -> bool:
+    """Carry out trials on long-lived processes. A process that is free gets the next trial.
 
-    `tell` is called now and then.
+    Args:
+        ask: returns the next trial, and the value to pass to `told` with its outcome; None while
+            no trial is ready. It is called again after each outcome. All is over once it returns
+            None while no trial is under way.
+        deadline: on the clock that all processes of this machine share, at which trials end.
+        tell: called now and then.
 
     Returns:
-        What became of those that were begun, by their places; whether the user ended it.
+        Whether the user ended it.
     """
-    ranks = min(processes, len(trials))
-    # Half of the cores at most: on a busy machine threads that wait for each other take ten times
-    # the processor time of one (decision 98).
-    threads = max(1, len(usable_cores()) // (2 * ranks))
-    try:
-        with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as claims:
-            work = Trials(trials, deadline, Path(claims), threads)
-            launched = launch(try_all, work, ranks, patience=PATIENCE, on_event=lambda _: tell())
-    except RunFailed as failure:
+    while True:
+        desk = TrialDesk(ask, told)
+        if (failure := desk.open(deadline, processes, tell)) is None:
+            return desk.stopped
+        if not desk.lost:
+            raise failure
         # One trial, out of memory say, ended the process of all: apart, only that one fails.
-        if len(trials) == 1:
-            return [(0, Tried(failure=str(failure).splitlines()[0]))], False
-        apart = [shared_out([trial], deadline, 1, tell) for trial in trials]
-        found = [(place, tried) for place, (own, _) in enumerate(apart) for _, tried in own]
-        return found, any(stopped for _, stopped in apart)
-    lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
-    return [each for own in lists if own is not None for each in own], launched.stopped
+        for item in desk.lost:
+            alone: RunFailed | None = failure
+            if processes > 1:
+                waiting = iter([item])
+                apart = TrialDesk(partial(next, waiting, None), told)
+                alone = apart.open(deadline, 1, tell)
+                if apart.stopped:
+                    return True
+            if alone is not None:
+                told(item[0], Tried(failure=str(alone).splitlines()[0]))
 
 
-def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
-    """Take trials until none is left, and return them by their places; program of a process."""
-    os.environ[VARIABLE] = str(work.threads)
-    runtime.reporter.phase("training")
-    found = []
-    for place in range(len(work.trials)):
-        if time.monotonic() > work.deadline or runtime.reporter.stop_requested():
-            break
+class TrialDesk(Generic[T]):
+    """Hands trials to the processes of one launch; a thread for each process waits for it.
+
+    Attributes:
+        lost: the trials under way when a process ended.
+        stopped: the user ended the launch.
+    """
+
+    def __init__(
+        self, ask: Callable[[], tuple[T, Trial] | None], told: Callable[[T, Tried], None]
+    ) -> None:
+        self._ask, self._told = ask, told
+        self.lost: list[tuple[T, Trial]] = []
+        self.stopped = False
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+
+    def open(self, deadline: float, processes: int, tell: Callable[[], None]) -> RunFailed | None:
+        """Hand out trials until none is left; return why a process ended, if one did."""
+        # Half of the cores at most: on a busy machine threads that wait for each other take ten
+        # times the processor time of one.
+        threads = max(1, len(usable_cores()) // (2 * processes))
+        key = secrets.token_bytes(32)
+        with Listener(("127.0.0.1", 0), authkey=key) as listener:
+            serving = [
+                threading.Thread(target=self._serve, args=(listener,), daemon=True)
+                for _ in range(processes)
+            ]
+            for thread in serving:
+                thread.start()
+            place = TrialPlace(cast("tuple[str, int]", listener.address), key, deadline, threads)
+            failure = None
+            try:
+                launch(
+                    carry_out_trials, place, processes, patience=PATIENCE,
+                    on_event=lambda event: self._heard(event, tell),
+                )  # fmt: skip
+            except RunFailed as error:
+                failure = None if self.stopped else error
+            finally:
+                self._end(place.address, serving)
+        if self._error is not None:
+            raise self._error
+        return failure
+
+    def _heard(self, event: Event | Notice, tell: Callable[[], None]) -> None:
+        if isinstance(event, Interrupted | Terminated):
+            # Processes may be ended before they can say so, by a second Ctrl-C
+            self.stopped = True
+        tell()
+
+    def _end(self, address: tuple[str, int], serving: Sequence[threading.Thread]) -> None:
+        """End all threads, also those whose process has never come."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for thread in serving:
+            while thread.is_alive():
+                # One that still waits for its process gets a connection that is closed at once
+                with contextlib.suppress(OSError):
+                    socket.create_connection(address).close()
+                thread.join(0.1)
+
+    def _serve(self, listener: Listener) -> None:
+        """Hand trials to one process until none is left or the process ends."""
         try:
-            # Exclusive creation is atomic: of several processes one gets the trial.
-            (work.claims / str(place)).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        found.append((place, _tried(runtime.reporter, work.trials[place], work.deadline)))
-        runtime.reporter.progress(step=len(found), samples=0)
-    return found
+            with listener.accept() as connection:
+                while (item := self._next()) is not None:
+                    self._give(connection, item)
+                connection.send(None)
+        except (OSError, EOFError, AuthenticationError):
+            pass  # the process has ended, or none has come; the launch says why
+        except BaseException as error:
+            self._error = error  # raised where the launch is waited for
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _give(self, connection: Connection[Any, Any], item: tuple[T, Trial]) -> None:
+        try:
+            connection.send(item[1])
+            outcome, stopped = connection.recv()
+        except (OSError, EOFError):
+            self.lost.append(item)
+            raise
+        with self._changed:
+            self._under_way -= 1
+            self.stopped = self.stopped or stopped
+            self._is_over = self._is_over or stopped
+            self._told(item[0], outcome)
+            self._changed.notify_all()
+
+    def _next(self) -> tuple[T, Trial] | None:
+        """Wait for the next trial; None once all is over."""
+        with self._changed:
+            while not self._is_over:
+                if (item := self._ask()) is not None:
+                    self._under_way += 1
+                    return item
+                if not self._under_way:
+                    self._is_over = True
+                    self._changed.notify_all()
+                    break
+                self._changed.wait()
+            return None
+
+
+@dataclass(frozen=True)
+class TrialPlace:
+    """Where processes get their trials, until when these may take, and with how many threads."""
+
+    address: tuple[str, int]
+    key: bytes
+    deadline: float
+    threads: int
+
+
+def carry_out_trials(runtime: Runtime, place: TrialPlace) -> None:
+    """Carry out trials until none is left; the program of a process."""
+    os.environ[VARIABLE] = str(place.threads)
+    reporter = runtime.reporter
+    reporter.phase("training")
+    with Client(place.address, authkey=place.key) as connection:
+        done = itertools.count(1)
+        while (trial := connection.recv()) is not None:
+            outcome = tried(reporter, trial, place.deadline)
+            connection.send((outcome, reporter.stop_requested()))
+            reporter.progress(step=next(done), samples=0)
 
 
 class _Late(KeyboardInterrupt):
@@ -172,7 +294,8 @@ def _ended_at(moment: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
+def tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
+    """Carry out a trial in this process, until a deadline, and return what became of it."""
     began = time.monotonic()
     folder: Path = trial.assignment.folder
     folder.mkdir(parents=True, exist_ok=True)

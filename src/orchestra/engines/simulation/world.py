@@ -46,7 +46,7 @@ class Host:
 
 
 class World:
-    """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
+    """`cluster` with `ranks` ranks on it and those that join, at the virtual time of `kernel`.
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
     rank computes with. `draw_share` draws the factor on the weight of the next message between two
@@ -70,6 +70,7 @@ class World:
         # A fault may change a speed or stop a rank at any time: then nothing is told ahead.
         self._goes_ahead = not faults
         self._cluster, self._overhead, self._sharing = cluster, overhead, sharing
+        self._ranks = ranks
         self._reference_flops, self._widths = reference_flops, threads
         self._draw_share = draw_share
         self._channels: dict[Channel, Resource] = {}
@@ -93,16 +94,24 @@ class World:
             ranks_of[node.name][0] if node.shared_memory and not node.devices else rank
             for rank, node in enumerate(self.nodes)
         ]
-        self.meters = [Meter(kernel.here) for _ in range(ranks)]
+        self.meters = [Meter(kernel.here) for _ in self.nodes]
         self._nets: list[Net] = []  # of the newest group
         self.net = self.connect(tuple(range(ranks)))
 
     def connect(self, members: tuple[int, ...]) -> Net:
         """Make the net of a group of ranks, in place of that of the group before."""
+        self._nets = self._nets_of(members)
+        return self._nets[0]
+
+    def alone(self, slot: int) -> Net:
+        """Make the net of a rank that joins, for the time until it is in a group."""
+        return self._nets_of((slot,))[0]
+
+    def _nets_of(self, members: tuple[int, ...]) -> list[Net]:
         names = [self.nodes[slot].name for slot in members]
         hosts = [self._share_memory[slot] for slot in members]
         # The second has connections of its own on the same links, as torch.distributed has them.
-        self._nets = [
+        nets = [
             Net(
                 self.kernel, self.fluid, self._overhead, members, names, each, self._route,
                 self.loads.start_message,
@@ -111,9 +120,9 @@ class World:
         ]  # fmt: skip
         for rank, slot in enumerate(members):
             new_thread = functools.partial(self.thread, slot)
-            port, native = (Port(net, rank, new_thread, self.meters[slot]) for net in self._nets)
+            port, native = (Port(net, rank, new_thread, self.meters[slot]) for net in nets)
             port.native = functools.cache(functools.partial(self._native, native, port))
-        return self._nets[0]
+        return nets
 
     def _host(self, node: Node, ranks: list[int]) -> Host:
         sharing, slots = self._sharing, node.slots
@@ -171,9 +180,9 @@ class World:
         """Return a function that begins an all-reduce of torch.distributed on the rank of `port`.
 
         It replaces a contiguous tensor by its sum over all ranks, one tensor after the other, on a
-        thread beside the flows of the rank. It is a ring on connections of its own: what the
-        backends do depends on their version, the message and the links, and with large tensors gloo
-        and NCCL do that.
+        thread of its own in the rank. It is simulated as a ring on connections of its own. The
+        algorithm of a real backend depends on its version, the message and the links; for large
+        tensors gloo and NCCL use a ring.
         """
         self._hosts[self.nodes[port.slot].name].native += 1
         self.kernel.changes += 1  # what is known of free cores has to be counted anew
@@ -211,7 +220,7 @@ class World:
         bandwidth = min(channel.bandwidth for channel in path.channels)
         delay = draw = None
         if self._cluster.faults:
-            delay = functools.partial(self._cluster.delay, source, target, len(self.nodes))
+            delay = functools.partial(self._cluster.delay, source, target, self._ranks)
         # The bandwidth of a loopback is measured with all that it takes: no headers are added.
         if here.name == there.name or not self._cluster.tcp:
             return Route(resources, path.latency, bandwidth, crosses_trunks=trunks, delay=delay)
@@ -224,8 +233,8 @@ class World:
             bandwidth = tcp.window / round_trip
             name = f"window of rank {source} to rank {target}"
             resources = (*resources, Resource(name, bandwidth))
-        # The weight of a share: SimGrid's CM02 with weight-S, but for the queues of trunks
-        # (docs/decisions/0095-tcp.md).
+        # The weight is that of SimGrid's CM02 model (weight-S), but without the queues of trunks: a
+        # trunk's queue fills only while the trunk itself is the bottleneck.
         whole = path.latency + sum(tcp.queue / channel.bandwidth for channel in at_nodes)
         is_long = bandwidth * round_trip > max(LONG, tcp.first_window)
         return Route(

@@ -12,10 +12,11 @@ from typing import Any
 import altair as alt
 
 from orchestra.cluster.units import BYTES
-from orchestra.records.record import Links
+from orchestra.records.links import Links
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, Values, figure, haloed, layer, tips
-from orchestra.report.numbers import TRAIN, bytes_text, count, figure_text
+from orchestra.report.measures import TRAIN
+from orchestra.report.numbers import bytes_text, count, figure_text
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
@@ -39,9 +40,9 @@ def seconds(study: Study) -> Iterator[Figure]:
     """Yield training seconds by what they went to, the same by rank, and set-up seconds by part."""
     training, setup = {}, {}
     for row in study.completed:
-        setup[row.name] = _mean_parts([run.record.setup for run in row.completed])
-        parts = _mean_parts([run.record.seconds for run in row.completed])
-        # Without it a bar would be shorter than the stopwatch says (decision 15)
+        setup[row.name] = _mean_parts([run.record.time.setup_parts for run in row.completed])
+        parts = _mean_parts([run.record.time.worker for run in row.completed])
+        # Without the rest, a bar would be shorter than the time on the stopwatch.
         rest = (row.mean(TRAIN.read) or 0.0) - sum(parts.values())
         # Rounding, or parts that overlap, must not draw a bar to the left
         training[row.name] = {**parts, "other": max(0.0, rest)}
@@ -65,11 +66,11 @@ def seconds(study: Study) -> Iterator[Figure]:
 def _stacked(
     name: str, title: str, caption: str, of_rows: Mapping[str, Parts], colours: Mapping[str, str]
 ) -> Iterator[Figure]:
-    """Yield a bar for each row: its parts one after the other; nothing where there are none."""
+    """Yield a figure with a bar per row, its parts one after the other; nothing without parts."""
     values: Values = []
     totals = {}
     for row, parts in of_rows.items():
-        values += _pieces(parts, colours, strategy=row)
+        values += _pieces(parts, colours, {"strategy": row})
         totals[row] = figure_text(sum(parts[part] for part in parts if part in colours), "s")
     if values:
         tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
@@ -77,7 +78,7 @@ def _stacked(
         yield figure(name, title, caption, "time", *frame.lanes(bars, totals))
 
 
-def _pieces(parts: Parts, colours: Mapping[str, str], **about: Any) -> Values:
+def _pieces(parts: Parts, colours: Mapping[str, str], about: Mapping[str, Any]) -> Values:
     return [
         {**about, "part": part, "place": place, "seconds": parts[part]}
         for place, part in enumerate(colours)
@@ -88,7 +89,7 @@ def _pieces(parts: Parts, colours: Mapping[str, str], **about: Any) -> Values:
 def _bar(colours: Mapping[str, str], values: Values) -> tuple[Any, ...]:
     columns = alt.ExprRef("max(2, floor(room / 105))")
     label = "replace(datum.label, '_', ' ')"
-    colour = frame.kinds("part", values, colours, columns=columns, labelExpr=label)
+    colour = frame.kinds("part", values, colours, columns, label)
     x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
     return x, colour, alt.Order("place:O")
 
@@ -104,14 +105,15 @@ def _mean_parts(of_runs: Sequence[Parts]) -> Parts:
 def _by_rank(study: Study) -> Iterator[Figure]:
     values: Values = []
     for row in study.widest:
-        entries = [entry for run in row.completed for entry in run.record.by_rank]
-        by_rank = grouped(entries, lambda entry: int(entry["rank"]))
+        entries = [entry for run in row.completed for entry in run.record.machine.by_rank]
+        by_rank = grouped(entries, lambda entry: entry.rank)
         # A single rank's bar stands in the figure above
         for rank in sorted(by_rank) if len(by_rank) > 1 else ():
-            role = by_rank[rank][0]["role"]
+            role = by_rank[rank][0].role
             key = frame.lane_key(row.name, f"{rank}{' server' if role == 'server' else ''}")
-            parts = _mean_parts([entry["seconds"] for entry in by_rank[rank]])
-            values += _pieces(parts, TRAINING, strategy=row.name, lane=key, rank=rank, role=role)
+            parts = _mean_parts([entry.seconds for entry in by_rank[rank]])
+            about = {"strategy": row.name, "lane": key, "rank": rank, "role": role}
+            values += _pieces(parts, TRAINING, about)
     if values:
         caption = (
             "The same for every rank, as the mean of the seeds. A rank that waits while another "
@@ -126,13 +128,13 @@ def _by_rank(study: Study) -> Iterator[Figure]:
 
 def batches(study: Study) -> Iterator[Figure]:
     """Yield each worker's samples in a step, over the steps of the best row with such a rule."""
-    row = next((row for row in study.widest if row.record.batches), None)
+    row = next((row for row in study.widest if row.record.batching.changes), None)
     if row is None:
         return
     values, last = _batch_values(row)
     caption = (
-        f"Samples of each worker in a step under {row.name}, with seed {row.record.seed}: a line "
-        "for each, which steps where the rule has changed its batch. Their sum stays the same."
+        f"Samples of each worker in a step under {row.name}, with seed {row.record.asked.seed}: a "
+        "line for each, which steps where the rule has changed its batch. Their sum stays the same."
     )
     x = alt.X("step:Q", title="step", scale=alt.Scale(nice=False))
     y = alt.Y("batch:Q", title="samples in a step", scale=alt.Scale(zero=True))
@@ -140,7 +142,7 @@ def batches(study: Study) -> Iterator[Figure]:
     channels = x, y, colour, alt.Detail("rank:N"), tips("rank:N", "step:Q", "batch:Q")
     layers = [layer(values, "line", *channels, interpolate="step-after")]
     if len(last) <= LABELLED:
-        style = {"align": "right", "dx": -2, "dy": -7, "fontSize": 11}
+        style: frame.MarkStyle = {"align": "right", "dx": -2, "dy": -7, "fontSize": 11}
         layers += haloed(last, 3, x, y, alt.Text("rank:N"), **style)
     yield figure("batches", "Batches that followed the speeds", caption, "time", layers, 220)
 
@@ -148,7 +150,10 @@ def batches(study: Study) -> Iterator[Figure]:
 def _batch_values(row: Row) -> tuple[Values, Values]:
     """Return a point for each change and worker, and the names of lines at their end."""
     # The last change again, at the end: else its lines would have no length
-    changes = [*row.record.batches, [row.record.steps, *row.record.batches[-1][1:]]]
+    changes = [
+        *row.record.batching.changes,
+        [row.record.learned.steps, *row.record.batching.changes[-1][1:]],
+    ]
     values = [
         {"strategy": row.name, "rank": f"rank {rank}", "step": step, "batch": batch}
         for step, *of_ranks in changes
@@ -163,7 +168,7 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
         groups[-1][1].append(str(rank))
     named = [(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", batch) for batch, ranks in groups]
     last = [
-        {"strategy": row.name, "rank": name, "step": row.record.steps, "batch": batch}
+        {"strategy": row.name, "rank": name, "step": row.record.learned.steps, "batch": batch}
         for name, batch in named
     ]
     return values, last
@@ -171,7 +176,7 @@ def _batch_values(row: Row) -> tuple[Values, Values]:
 
 def traffic(study: Study) -> Iterator[Figure]:
     """Yield mean bytes of a run, and for each sample, by strategy."""
-    sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
+    sent = {row.name: row.mean(lambda r: float(r.traffic.sent)) or 0.0 for row in study.completed}
     if not any(sent.values()):
         return
     # One unit on the axis: that of the longest bar
@@ -181,11 +186,11 @@ def traffic(study: Study) -> Iterator[Figure]:
     texts = {}
     formula = ""
     for row in study.completed:
-        total, samples = sent[row.name], row.mean(lambda record: float(record.samples))
+        total, samples = sent[row.name], row.mean(lambda record: float(record.learned.samples))
         each = total / samples if samples else None
         text = bytes_text(total) + (f" · {bytes_text(each)} a sample" if each is not None else "")
         known = "counted"
-        if any(run.record.bytes_estimated for run in row.completed):
+        if any(run.record.traffic.estimated for run in row.completed):
             text, known, formula = f"≈ {text}", "by a formula", " ≈: by a formula, not counted."
         texts[row.name] = text if total else "none"
         value = {"strategy": row.name, "sent": total / size, "per_sample": each, "known": known}
@@ -236,13 +241,13 @@ def links(study: Study) -> Iterator[Figure]:
         ("bytes:Q", "", ",d"),
     )  # fmt: skip
     colour = Look(study.styles, carried, legend=False).colour
-    style = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 10.5}
+    style: dict[str, Any] = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 10.5}
     layers = [
         layer(values, "bar", x, colour, tooltip, opacity=0.8, cornerRadiusEnd=2),
         layer(values, "text", x, alt.Text("text:N"), color=frame.INK_NOW, **style),
     ]
     texts = {name: _other_links(of_row) for name, of_row in carried.items()}
-    lanes = frame.headed_lanes(layers, texts, labelLimit=110)
+    lanes = frame.headed_lanes(layers, texts, label_limit=110)
     yield figure("link-utilisation", "Busiest links", caption, "traffic", *lanes)
 
 
@@ -260,12 +265,12 @@ def staleness(study: Study) -> Iterator[Figure]:
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     for row in study.widest:
         for run in row.completed:
-            counts[row.name].update({int(v): n for v, n in run.record.staleness_histogram.items()})
+            counts[row.name].update({int(v): n for v, n in run.record.updates.histogram.items()})
     stale = {name: of_row for name, of_row in counts.items() if any(of_row)}
     if not stale:
         return
     end, largest = max(map(_nearly_all, stale.values())), max(map(max, stale.values()))
-    # One bar more, for the tail: a paused rank would stretch the axis to hundreds (decision 15).
+    # One more bar sums up the tail: a rank that paused would stretch the axis to hundreds.
     last = min(end + 1, largest)
     caption = (
         "How many updates of others came between reading the parameters and writing to them, as "

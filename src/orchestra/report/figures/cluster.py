@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import altair as alt
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
-from orchestra.cluster.file import alike
+from orchestra.cluster.faults import Death, Join, LinkCut, LinkSlow, rank_of
+from orchestra.cluster.file import alike, read_cluster
 from orchestra.cluster.nodes import Jitter, Link, NetworkSwitch, Node
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
-from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, figure, layer
+from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, MarkStyle, figure, layer
 from orchestra.report.numbers import count, ranges
 from orchestra.report.rows import grouped
 from orchestra.report.study import COLOURS, Study
@@ -41,13 +41,14 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 def clusters(study: Study) -> Iterator[Figure]:
     """Yield one for each cluster, with the ranks of the run that has most there."""
-    simulated = [run for run in study.runs if run.record.cluster]
-    for runs in grouped(simulated, lambda run: run.record.cluster).values():
+    simulated = [run for run in study.runs if run.record.asked.cluster]
+    for runs in grouped(simulated, lambda run: run.record.asked.cluster).values():
         ranks = [  # `Single` has one, whatever the budget
-            run.record.ranks if run.record.workers + run.record.servers > 1 else 1 for run in runs
+            run.record.asked.ranks if run.record.asked.workers + run.record.asked.servers > 1 else 1
+            for run in runs
         ]
-        if cluster := runs[ranks.index(max(ranks))].cluster:
-            yield cluster_figure(cluster, max(ranks))
+        if file := runs[ranks.index(max(ranks))].cluster:
+            yield cluster_figure(read_cluster(file), max(ranks))
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
@@ -143,9 +144,15 @@ class _Sketch:
         area = alt.Size("area:Q", scale=None, legend=None)
         colour = alt.Color("colour:N", scale=None)
         speeds = [place.nodes[0].speed or place.nodes[0].flops or 0.0 for place in self._leaves]
+        wrong = {
+            self._owner(name)
+            for fault in self._cluster.faults
+            if not isinstance(fault, Join)
+            for name in fault.names
+        }
         squares = []
         for place, speed in zip(self._leaves, speeds, strict=True):
-            ink = _FAULT if place.part.name in self._faults else _NODE
+            ink = _FAULT if place.part.name in wrong else _NODE
             # A node that is far slower stays visible
             size = max(_LARGEST_SQUARE * speed / max(speeds), 9)
             squares.append({**place.at, "area": size, "colour": ink})
@@ -170,8 +177,9 @@ class _Sketch:
                 yield {"x": x, "y": place.y}
 
     def _words(self) -> Iterator[dict[str, Any]]:
-        """Yield the columns beside the nodes, and what befalls ranks of unknown place below; the
-        name of a switch above its link, and what concerns that link below it."""
+        """Yield the columns next to the nodes, and below them the faults of ranks whose node is
+        unknown. Yield the name of each switch above its link, and the texts on that link below it.
+        """
         for x, head, texts in self._table:
             yield {"x": x, "y": _TOP - 16, "text": head, "style": "head"}
             style = "fault" if head == "faults" else "plain"
@@ -330,13 +338,17 @@ class Canvas:
     height: float
 
     def layer(
-        self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
+        self,
+        values: Iterable[Mapping[str, Any]],
+        mark: str,
+        *channels: Any,
+        **style: Unpack[MarkStyle],
     ) -> alt.Chart:
         # Pixels as data, so that all marks share one scale and shrink with a narrow page
         across = alt.Scale(domain=[0, self.width], nice=False)
         down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
         x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-        return layer(values, mark, x, y, *channels, **look)
+        return layer(values, mark, x, y, *channels, **style)
 
     def lines(self, places: Sequence[Place], thick: Callable[[Place], float]) -> list[alt.Chart]:
         """Return the links of all parts, each as thick as `thick` says, and the lines that join

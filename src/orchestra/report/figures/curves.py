@@ -12,16 +12,19 @@ import altair as alt
 import numpy as np
 
 from orchestra.records.report import Point
+from orchestra.records.store import RunFolder
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Look, Values, figure, layer, rounded, tips
-from orchestra.report.rows import Row, RunData, grouped
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 _SECTION = "convergence"
 _POINTS = 10  # on a line, so that they can be told apart
 _FOUR = ".4~g"
-_POINT: dict[str, Any] = {"filled": True, "size": 55, "opacity": 1}
-_RING = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
+_POINT: frame.MarkStyle = {"filled": True, "size": 55, "opacity": 1}
+_RING: frame.MarkStyle = {
+    "size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1,
+}  # fmt: skip
 _BINS = 200  # parts of a run, of which each has a mean training loss
 _SIGNS = 8  # on a line of training loss
 _BATCHES = 4  # in a part at the least: a single batch says little
@@ -38,7 +41,7 @@ def curves(study: Study) -> Iterator[Figure]:
 def _curve(study: Study, metric: str, axis: str) -> Figure:
     rows = [row for row in study.widest if any(_points(run, metric) for run in row.completed)]
     each = [
-        {"strategy": row.name, "seed": run.record.seed, **_place([point], metric)}
+        {"strategy": row.name, "seed": run.record.asked.seed, **_place([point], metric)}
         for row in rows
         for run in row.completed
         for point in _points(run, metric)
@@ -46,7 +49,7 @@ def _curve(study: Study, metric: str, axis: str) -> Figure:
     target = study.target if study.target and study.target.metric == metric else None
     lines = [_means(row, metric, target.rising if target else None) for row in rows]
     means = [value for line in lines for value in line]
-    # A loss that spans more than a factor of ten would be flat at its end (decision 15)
+    # On a linear axis, a loss that spans more than a factor of ten would look flat at its end.
     log = metric == "loss" and frame.spans_much([value["value"] for value in each])
     switches = [value for row in rows for value in _switches(row, metric, axis, log)]
     keys = [f"grey rule: target {target.bound:g}"] if target else []
@@ -82,7 +85,7 @@ def _lines(
     if any("average" in value for value in pointed):
         average = ("average:Q", "average of the replicas", _FOUR)
         tooltip += tips(("worst:Q", "worst node", _FOUR), average)
-    thin = {"strokeWidth": 1, "strokeOpacity": 0.35}
+    thin: frame.MarkStyle = {"strokeWidth": 1, "strokeOpacity": 0.35}
     return [
         frame.zoomable(layer(each, "line", *place, alt.Detail("seed:N"), **thin)),
         layer([v for line in means for v in line], "line", *place, look.dash, strokeWidth=2),
@@ -107,7 +110,7 @@ def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
     )  # fmt: skip
 
 
-def _points(run: RunData, metric: str) -> list[Point]:
+def _points(run: RunFolder, metric: str) -> list[Point]:
     """Return the snapshots of `run` that have a finite `metric`."""
     # The loss of a run that diverged is infinite or none, which has no place on an axis
     return [point for point in run.curve if rounded(point.metrics.get(metric)) is not None]
@@ -151,7 +154,7 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str,
     The seconds are those at which the last step before the switch was over.
     """
     for run in row.completed:
-        samples, points = run.record.switched_at_sample, _points(run, metric)
+        samples, points = run.record.switching.at_sample, _points(run, metric)
         lines = [line for steps in run.steps.values() for line in steps]
         before = [line["seconds"] for line in lines if samples and line["consumed"] <= samples]
         if not samples or not before or not points:
@@ -163,7 +166,7 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str,
             value = np.exp(np.interp(at[axis], places, np.log(heights)))
         else:
             value = np.interp(at[axis], places, heights)
-        about = {"seed": run.record.seed, "step": run.record.switched_at_step}
+        about = {"seed": run.record.asked.seed, "step": run.record.switching.at_step}
         yield {"strategy": row.name, **about, **at, "value": float(value)}
 
 
@@ -207,8 +210,8 @@ def _in_steps(study: Study, name: str | None) -> Iterator[Figure]:
     runs = [run for row in study.widest for run in row.completed if run.steps]
     if not runs:
         return
-    batch = max(run.record.global_batch for run in runs)
-    longest = max(run.record.samples for run in runs)
+    batch = max(run.record.batching.global_batch for run in runs)
+    longest = max(run.record.learned.samples for run in runs)
     # Whole batches of the largest row: parts of all rows have the same bounds
     width = batch * max(_BATCHES, round(longest / batch / _BINS))
     values = [value for row in study.widest for value in _mean_values(row, width, name)]
@@ -266,13 +269,13 @@ def _mean_values(row: Row, width: int, name: str | None) -> Values:
     ]  # fmt: skip
 
 
-def _parts(run: RunData, width: int, name: str | None) -> dict[int, float]:
+def _parts(run: RunFolder, width: int, name: str | None) -> dict[int, float]:
     """Return by part the mean loss of its samples, or of the values logged as `name` in its steps.
 
     What is left over at the end counts for the last whole part.
     """
     # A part of a few samples at the end would be mostly noise
-    last = max(0, run.record.samples // width - 1)
+    last = max(0, run.record.learned.samples // width - 1)
     totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for lines in run.steps.values():
         for line in lines:
@@ -291,15 +294,20 @@ def trade(study: Study) -> Iterator[Figure]:
     """Yield the final metric against the seconds of training, a point for each seed."""
     metric = study.metric or "loss"
     seeds: Values = [
-        {"strategy": row.name, "seed": str(run.record.seed), "seconds": seconds, "value": value}
+        {
+            "strategy": row.name,
+            "seed": str(run.record.asked.seed),
+            "seconds": seconds,
+            "value": value,
+        }
         for row in study.widest
         for run in row.completed
-        if (seconds := run.record.train_seconds) is not None
-        and (value := rounded(run.record.figures.get(metric))) is not None
+        if (seconds := run.record.time.training) is not None
+        and (value := rounded(run.record.learned.figures.get(metric))) is not None
     ]
     if not seeds:
         return
-    splits = {run.record.judged_on for run in study.runs}
+    splits = {run.record.asked.judged_on for run in study.runs}
     # Runs of several sources may be judged on different splits
     judged = f" on the {splits.pop()} data" if len(splits) == 1 else ""
     caption = (

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import altair as alt
 import vl_convert
 
 from orchestra.errors import visible
-from orchestra.records.record import write_atomically
+from orchestra.records.files import write_atomically
 from orchestra.report.study import INK, Style
 
 WIDTH = 680
@@ -56,7 +56,7 @@ def save(figure: Figure, folder: Path) -> None:
 
 def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
     """Write the figure into each of the files `paths`: SVG by that suffix, else PNG."""
-    # Drawn once: the PNG is made from the SVG, not by a second run of Vega (decision 15)
+    # Vega draws once: the PNG is made from the SVG.
     drawing = vl_convert.vegalite_to_svg(for_image(figure, width))
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
     params = [
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
         for param in figure.spec["params"]
-        # Marks that can be zoomed are clipped, which took most of the time of the PNG files: 4.8 s
-        # for 23 figures, 1.4 s without (decision 15). Nobody can zoom in an image.
+        # Marks that can be zoomed are clipped, which took most of the time of the PNG files. Nobody
+        # can zoom in an image.
         if param["name"] != "zoom"
     ]
     config = figure.spec["config"]
@@ -142,7 +142,39 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
-def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any) -> alt.Chart:
+class MarkStyle(TypedDict, total=False):
+    """Properties of a mark that are the same for all values, by their names in Vega-Lite."""
+
+    align: Literal["left", "center", "right"]
+    baseline: Literal["top", "middle", "bottom"]
+    clip: bool
+    color: str | alt.ExprRef
+    cornerRadiusEnd: float
+    dx: float
+    dy: float
+    fill: str | alt.ExprRef
+    filled: bool
+    fontSize: float
+    fontWeight: Literal["normal", "bold"]
+    height: float
+    interpolate: Literal["linear", "step-after"]
+    limit: float | alt.ExprRef
+    line: bool
+    opacity: float
+    shape: str
+    size: float
+    stroke: str | alt.ExprRef
+    strokeDash: list[float]
+    strokeJoin: Literal["miter", "round", "bevel"]
+    strokeOpacity: float
+    strokeWidth: float
+    thickness: float
+    yOffset: float
+
+
+def layer(
+    values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **style: Unpack[MarkStyle]
+) -> alt.Chart:
     """Draw a mark for each of `values`, with its channels; a list of tooltips is one of these.
 
     Those of strategies that are hidden, by their "strategy", are not drawn. Floats are rounded.
@@ -156,7 +188,7 @@ def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look
     # A page can hide a strategy; marks that belong to none, such as the target, stay
     if all("strategy" in value for value in data):
         chart = chart.transform_filter("indexof(hidden, datum.strategy) < 0")
-    chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
+    chart.mark = alt.MarkDef(type=mark, **style)  # type: ignore[arg-type]
     return chart.encode(*channels)
 
 
@@ -179,7 +211,8 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
 
     The wheel alone and the finger scroll the page that the figure is on. A double click resets.
     """
-    # Only a mouse drags, the wheel zooms with a key: finger, bare wheel scroll pages (decision 15).
+    # Only a mouse drags, and the wheel zooms only with a key: finger and plain wheel scroll the
+    # page.
     mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
     drag, wheel = f"{mouse} > window:pointermove!", "wheel![event.ctrlKey || event.shiftKey]"
     of: dict[str, Any] = {"encodings": list(channels), "on": drag, "translate": drag, "zoom": wheel}
@@ -204,12 +237,19 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
     return found
 
 
-def kinds(field: str, values: Values, colours: Mapping[str, str], **legend: Any) -> alt.Color:
-    """Return the colours of those kinds that are in `field` of `values`, in their order."""
+def kinds(
+    field: str,
+    values: Values,
+    colours: Mapping[str, str],
+    columns: alt.ExprRef,
+    label: alt.typing.Optional[str] = alt.Undefined,
+) -> alt.Color:
+    """Return the colours of those kinds that are in `field` of `values`, in their order; `columns`
+    are those of the legend, and `label` is Vega's expression of a kind's name in it."""
     # A legend of kinds that no bar has would be looked for in vain
     used = [kind for kind in colours if any(value[field] == kind for value in values)]
     scale = alt.Scale(domain=used, range=[colours[kind] for kind in used])
-    shown = alt.Legend(symbolType="square", **legend)
+    shown = alt.Legend(symbolType="square", columns=columns, labelExpr=label)
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=shown)
 
 
@@ -228,8 +268,8 @@ class Look:
     ) -> None:
         chosen = {name: styles[name] for name in (styles if names is None else names)}
         longest = max((len(name) for name in chosen), default=1)
-        # By `room`, since `width` shrinks only after the legend was laid out, and the last entries
-        # were cut off (decision 15).
+        # The columns follow `room`: `width` shrinks only after the legend was laid out, which cut
+        # off its last entries.
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
         # Dashes would fray the outline of a shape
         symbol: dict[str, Any] = {"symbolLimit": 0, "symbolOpacity": 1, "symbolStrokeWidth": 0}
@@ -271,8 +311,8 @@ def figure(
     return Figure(file_name, title, caption, spec, section, least_width)
 
 
-# Fixed: a height in steps makes Vega-Lite warn beside `width: container`, and the page would jump
-# when a strategy is hidden (decision 15).
+# A fixed height: with a height in steps Vega-Lite warns about `width: container`, and the page
+# would jump when a strategy is hidden.
 LANE = 40  # the height of a lane, in pixels
 POINT: dict[str, Any] = {"yOffset": 8}
 """The offset of marks in the lower part of a lane; its upper part is for text."""
@@ -281,11 +321,14 @@ _HEADED_LANE = 17
 _SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
 
 
-def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[alt.Chart]:
+def haloed(
+    values: Values, width: float, *channels: Any, **style: Unpack[MarkStyle]
+) -> list[alt.Chart]:
     """Draw texts, and below them their halo, so that no line runs through them."""
     # A layer of its own: a stroke of the text itself would be drawn over its letters
-    halo = layer(values, "text", *channels, **style, stroke=GROUND, strokeWidth=width)
-    return [halo, layer(values, "text", *channels, **style, color=INK_NOW)]
+    halo: MarkStyle = {**style, "stroke": GROUND, "strokeWidth": width}
+    letters: MarkStyle = {**style, "color": INK_NOW}
+    return [layer(values, "text", *channels, **each) for each in (halo, letters)]
 
 
 def _words(texts: Mapping[str, str], y: alt.Y, dy: float) -> list[alt.Chart]:
@@ -303,11 +346,11 @@ def _words(texts: Mapping[str, str], y: alt.Y, dy: float) -> list[alt.Chart]:
 
 
 def lanes(layers: Sequence[alt.Chart], texts: Mapping[str, str]) -> tuple[list[alt.Chart], int]:
-    """Return `layers` in a lane for each strategy, above them on the left its name, on the right
-    its text, and the height of all; `texts` are in the order of the lanes.
+    """Return `layers` in one lane per strategy, and the height of all lanes. The strategy's name is
+    above its lane on the left, its text on the right; `texts` are in the order of the lanes.
 
-    In the lane there is room for a long name, which beside it would take a phone's whole width.
-    A hidden strategy leaves its lane empty: the others stay where the reader saw them.
+    The lane has room for a long name, which would take a phone's whole width in a column of its
+    own. A hidden strategy leaves its lane empty: the others stay where the reader saw them.
     """
     scale = alt.Scale(domain=list(texts), paddingInner=0, paddingOuter=0)
     y = alt.Y("strategy:N", axis=None, scale=scale)
@@ -320,7 +363,10 @@ def lane_key(strategy: str, name: str = "") -> str:
 
 
 def headed_lanes(
-    layers: Sequence[alt.Chart], texts: Mapping[str, str], title: str | None = None, **axis: Any
+    layers: Sequence[alt.Chart],
+    texts: Mapping[str, str],
+    title: str | None = None,
+    label_limit: alt.typing.Optional[float] = alt.Undefined,
 ) -> tuple[list[alt.Chart], int]:
     """Return `layers` in several lanes for each strategy, below its name and its text, and the
     height of all. Lanes are those of the first layer's values, each with the key of its "lane"."""
@@ -331,6 +377,6 @@ def headed_lanes(
         domain |= dict.fromkeys([lane_key(strategy), *own])
     scale = alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0)
     label = f"split(datum.value, '{_SEPARATOR}')[1]"
-    names = alt.Axis(labelExpr=label, ticks=False, domain=False, **axis)
+    names = alt.Axis(labelExpr=label, ticks=False, domain=False, labelLimit=label_limit)
     y = alt.Y("lane:N", title=title, scale=scale, axis=names)
     return [*_words(texts, y, 3), *(part.encode(y) for part in layers)], _HEADED_LANE * len(domain)

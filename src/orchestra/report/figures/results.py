@@ -12,10 +12,11 @@ from typing import Any
 
 import altair as alt
 
-from orchestra.report import numbers
+from orchestra.report import measures, numbers
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, POINT, Figure, Look, Values, figure, layer, tips
-from orchestra.report.numbers import TIME_TO_TARGET, Difference, Measure, Read, count, listed
+from orchestra.report.measures import TIME_TO_TARGET, Measure, Read
+from orchestra.report.numbers import Difference, count, listed
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
@@ -58,12 +59,12 @@ def time_to_target(study: Study) -> Iterator[Figure]:
 def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Chart]:
     seeds = [
         {
-            "strategy": row.name, "seed": r.seed, "seconds": r.time_to_target_seconds,
-            "after": r.time_to_target_after_seconds,
+            "strategy": row.name, "seed": r.asked.seed, "seconds": r.to_target.seconds,
+            "after": r.to_target.after,
         }
         for row in rows
         for r in (run.record for run in row.completed)
-        if r.time_to_target_seconds is not None
+        if r.to_target.seconds is not None
     ]  # fmt: skip
     zero = alt.Scale(zero=True)
     x, mean = (alt.X(of, title=title, scale=zero) for of in ("seconds:Q", "mean(seconds):Q"))
@@ -84,7 +85,7 @@ def _target_marks(study: Study, rows: Sequence[Row], title: str) -> list[alt.Cha
 
 def differences(study: Study) -> Iterator[Figure]:
     """Yield a forest plot for each figure that decides, if several seeds give an interval."""
-    for measure in (TIME_TO_TARGET if study.target else numbers.TRAIN, study.primary):
+    for measure in (TIME_TO_TARGET if study.target else measures.TRAIN, study.primary):
         pairs = [(row, study.difference(row, measure)) for row in study.completed]
         known = [(row, each) for row, each in pairs if each and each.low is not None]
         if known:
@@ -145,7 +146,7 @@ def _difference_marks(study: Study, known: Known, title: str) -> list[alt.Chart]
 
 def scaling(study: Study) -> Iterator[Figure]:
     """Yield samples a second and time to target against ranks, where there are several numbers."""
-    if speeds := _values(study, numbers.PACE.read):
+    if speeds := _values(study, measures.PACE.read):
         yield _speed(study, speeds)
     if study.target and (times := _values(study, TIME_TO_TARGET.read)):
         caption = (
@@ -205,8 +206,7 @@ def _against_ranks(
     them and rings around `knees`."""
     ranks = sorted({value["ranks"] for value in values})
     scale = alt.Scale(type="log", base=2, nice=False, padding=14)
-    # Vega halves explicit ticks until they are fewer than the count for the width: of 1, 2, 4 ...
-    # 128 it showed every other (decision 34).
+    # Vega drops every other explicit tick until they are fewer than its count for the width.
     label = "format(datum.value, 'd')"
     axis = alt.Axis(values=ranks, tickCount=len(ranks), labelExpr=label, grid=False)
     x = alt.X("ranks:Q", title="ranks (logarithmic)", scale=scale, axis=axis)
@@ -216,7 +216,7 @@ def _against_ranks(
     y = frame.value_axis(f"{title}, mean of seeds", True, ticks)
     look = Look({v["line"]: study.styles[v["strategy"]] for v in values}, field="line")
     about = [*tips(("line:N", "strategy"), "ranks:Q"), *tooltip]
-    ring = {"shape": "circle", "filled": False, "size": 240, "strokeWidth": 1.5}
+    ring: dict[str, Any] = {"shape": "circle", "filled": False, "size": 240, "strokeWidth": 1.5}
     ringed = [value for value in values if knees.get(value["line"]) == value["ranks"]]
     return [
         layer(ideal, "line", x, y, strokeDash=[2, 3], strokeWidth=1.5, color=frame.FAINT),
@@ -229,7 +229,7 @@ def _against_ranks(
 def _lines(
     values: Values, x: alt.X, y: alt.Y, look: Look, tooltip: list[alt.Tooltip]
 ) -> list[alt.Chart]:
-    point = {"filled": True, "size": 70, "opacity": 1}
+    point: frame.MarkStyle = {"filled": True, "size": 70, "opacity": 1}
     return [
         layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2),
         layer(values, "point", x, y, look.colour, look.shape, tooltip, **point),
@@ -302,15 +302,21 @@ def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
 
 
 CAPTIONS = {
-    numbers.HETEROGENEOUS.key: (
+    measures.HETEROGENEOUS.key: (
         "Samples a second over the sum of what each node does alone, against the nodes that were "
         "used, the slowest combination first. 100 % would be a cluster that loses nothing."
     ),
-    numbers.CONVERGENCE.key: (
+    measures.CONVERGENCE.key: (
         "(Time to target of one process on the fastest node / of the cluster) over (the sum of "
         "what its nodes do alone / what that one does). 100 % would be a time to target that falls "
         "in proportion to the speed that is added."
     ),
+}
+
+
+EFFICIENCIES: Mapping[str, Read] = {  # of any nodes; the table has those of unlike ones only
+    "heterogeneous_efficiency": lambda record: record.machine.heterogeneous_efficiency,
+    "convergence_efficiency": lambda record: record.machine.convergence_efficiency,
 }
 
 
@@ -327,14 +333,14 @@ def _against_machines(study: Study, measure: Measure) -> Iterator[Figure]:
         {
             "strategy": row.name,
             "line": row.label,  # comparisons of several clusters make one line
-            "machines": combination(row.record.alone),
-            "alone": sum(row.record.alone.values()),
+            "machines": combination(row.record.machine.alone),
+            "alone": sum(row.record.machine.alone.values()),
             "value": 100 * found,
         }
         for row in study.completed
-        if (found := row.mean(lambda record: getattr(record, measure.key))) is not None
+        if (found := row.mean(EFFICIENCIES[measure.key])) is not None
         # Real ranks have speeds of their own, too, but no named nodes to combine
-        and row.record.cluster is not None and not row.single
+        and row.record.asked.cluster is not None and not row.single
     ]  # fmt: skip
     values.sort(key=lambda value: value["alone"])
     order = list(dict.fromkeys(value["machines"] for value in values))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import altair as alt
 
-from orchestra.records.exports import MAIN, Arrows, Event, TraceFile, read_trace
 from orchestra.records.record import RunRecord
+from orchestra.records.trace import MAIN, Arrows, Event, TraceFile
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Values, figure, layer, tips
 from orchestra.report.rows import Row
@@ -73,9 +74,9 @@ def _cut(trace: TraceFile, first: Event, last: Event, end: float) -> Window:
 def timelines(study: Study) -> Iterator[Figure]:
     """Yield the middle of each strategy's traced steps, with the first seed; two if it switched."""
     for row in study.widest:
-        traced = [(run.record, run.trace) for run in row.completed if run.trace is not None]
-        for record, path in traced[:1]:
-            trace = read_trace(path)
+        # Lazily: a timeline takes long to read, and the first one is drawn
+        found = ((run.record, trace) for run in row.completed if (trace := run.timeline))
+        for record, trace in islice(found, 1):
             windows = [window for window in step_windows(trace) if window.pieces]
             for part, window in enumerate(windows, start=1):
                 suffix = f"-{part}" if len(windows) > 1 else ""
@@ -84,9 +85,9 @@ def timelines(study: Study) -> Iterator[Figure]:
 
 def _phase_text(record: RunRecord, step: int) -> str:
     """Return the end of a title: before or after the switch `step` was; empty without a switch."""
-    if record.switched_at_step is None:
+    if record.switching.at_step is None:
         return ""
-    return f", {'before' if step <= record.switched_at_step else 'after'} the switch"
+    return f", {'before' if step <= record.switching.at_step else 'after'} the switch"
 
 
 def _timeline(row: Row, record: RunRecord, trace: TraceFile, window: Window, suffix: str) -> Figure:
@@ -94,8 +95,8 @@ def _timeline(row: Row, record: RunRecord, trace: TraceFile, window: Window, suf
     if window.last > window.first:
         steps = f"steps {window.first} to {window.last}"
     caption = (
-        f"What each rank did in {steps} (seed {record.seed}). A line leads from the sending of "
-        "a message to its receipt; a thin pale bar is a rank that waits for one. Where ranks "
+        f"What each rank did in {steps} (seed {record.asked.seed}). A line leads from the sending "
+        "of a message to its receipt; a thin pale bar is a rank that waits for one. Where ranks "
         "share cores, a piece also lasts while another rank has the core."
     )
     title = f"{row.name}: {steps}{_phase_text(record, window.last)}"
@@ -132,7 +133,7 @@ def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
     tooltip = tips(("lane:N", "rank"), "what:N", ("took:Q", "milliseconds", ".3~g"))
     pieces, gaps, messages = _values(strategy, window, lanes)
     columns = alt.ExprRef("max(2, floor(room / 95))")
-    colour = frame.kinds("kind", pieces, _COLOURS, columns=columns)
+    colour = frame.kinds("kind", pieces, _COLOURS, columns)
     channels = x, alt.X2("end:Q"), y, colour, tooltip
     waits = layer(pieces, "bar", *channels, clip=True, height=9)
     busy = layer(pieces, "bar", *channels, clip=True)

@@ -167,6 +167,7 @@ const readLines = async (body, mine) => {
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines.map(JSON.parse)) {
+      if ("error" in line) throw new Error(line.error);
       if ("total" in line) ({ total } = line);
       else answers.set(keyOf(line.strategy, line.workers), line);
     }

@@ -27,11 +27,11 @@ class Count(NamedTuple):
 class BackwardPasses:
     """Counts the backward passes that a worker makes, and the batches behind each.
 
-    Usually a backward pass follows each batch. A loop may take batches ahead of the backward pass
-    of an earlier one, which it still holds then; it may pass batches over, which it has let go of;
-    and it may make several backward passes on one batch, each of which has the batch's counts.
-    `accumulation`: backward passes of a step, of which the last one exchanges. `copied`: batches go
-    to another device; those that were let go of say nothing then.
+    Usually a backward pass follows each batch. But a loop may take further batches before the
+    backward pass of an earlier batch, which it still holds. It may skip batches, which it no longer
+    holds. And it may make several backward passes on one batch; each has the batch's counts.
+    `accumulation`: backward passes of a step; the last one exchanges. `copied`: batches go to
+    another device; then it is no sign of a skipped batch that the loop no longer holds it.
     """
 
     def __init__(self, accumulation: int, *, copied: bool) -> None:

@@ -1,0 +1,1 @@
+"""How well a simulation predicts real runs: `python -m benchmarks.fidelity --help`."""

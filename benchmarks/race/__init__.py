@@ -1,0 +1,1 @@
+"""The race of a plan against an oracle that knows every candidate."""
