@@ -101,7 +101,7 @@ def timeline_of(drawing: Drawing) -> list[dict[str, Any]]:
         folder = Path(out) / "run"
         orchestra.train(
             drawing.task, drawing.strategy, ranks=drawing.ranks, steps=drawing.steps,
-            batch_size=drawing.batch_size, trace_steps=drawing.steps, snapshots=0, threads=1,
+            batch_size=drawing.batch_size, trace_steps=2 * drawing.steps, snapshots=0, threads=1,
             engine="simulation", cluster=drawing.cluster, calibration="none", out=folder,
             quiet=True,
         )  # fmt: skip
