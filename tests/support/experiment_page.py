@@ -32,7 +32,7 @@ seeds: [0, 1, 2]
 target: {metric: accuracy, at_least: 0.9}
 strategies:
   ring: AllReduce("ring")
-  servers: ParameterServer(servers=2, consistency="asynchronous")
+  servers: ParameterServer(servers=2, consistency="asynchronous", learning_rate="divided")
 ```
 
 Values with parentheses are [notations](strategies.md#the-notation): the constructor call of a
