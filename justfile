@@ -15,6 +15,10 @@ install:
 test *ARGUMENTS:
     {{python}} -m pytest -n 3 --dist loadfile {{ARGUMENTS}}
 
+# Measure what tests cover, all or those that are named; ranks in processes of their own don't count
+coverage *ARGUMENTS:
+    {{python}} -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered {{ARGUMENTS}}
+
 # Check style, format, types and layers
 lint:
     .venv/bin/ruff check
