@@ -36,7 +36,7 @@ lab = pytest.mark.lab
 @pytest.mark.parametrize(
     ("strategy", "gradients", "training"),
     [
-        ("AllReduce('ring')", (7, 13), {}),
+        pytest.param("AllReduce('ring')", (7, 13), {}, marks=lab),
         pytest.param("AllReduce('tree')", (7, 13), {}, marks=lab),
         pytest.param(
             "AllReduce('halving_doubling', compression=PowerSGD(2))", (7, 13), {}, marks=lab

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.support.lab import in_lab
 from tests.support.simulated import FREE, Second, assert_agree, run_ranks
 from tests.support.simulated_collectives import (
     COSTLY,
@@ -99,22 +100,26 @@ def trials(draw: st.DrawFn) -> Trial:
     )
 
 
-@hypothesis_settings(deadline=None)
-@example(  # a flow of rank 9 begins to send before one that is ahead of virtual time
-    Trial(
-        "ring_gather",
-        10,
-        257,
-        [[0.0] * 10],
-        "two_sites(nodes=17)",
-        replace(COSTLY, buffer=1 << 17),
-        noise=5,
+@pytest.mark.parametrize("number", [30, *in_lab([100])])
+def test_any_trial_agrees(number: int) -> None:
+    @hypothesis_settings(max_examples=number)
+    @example(  # a flow of rank 9 begins to send before one that is ahead of virtual time
+        Trial(
+            "ring_gather",
+            10,
+            257,
+            [[0.0] * 10],
+            "two_sites(nodes=17)",
+            replace(COSTLY, buffer=1 << 17),
+            noise=5,
+        )
     )
-)
-@given(trials())
-def test_any_trial_agrees(trial: Trial) -> None:
-    with mock.patch.object(collective, "SEGMENT_BYTES", 1024):
-        check(trial)
+    @given(trials())
+    def agrees(trial: Trial) -> None:
+        with mock.patch.object(collective, "SEGMENT_BYTES", 1024):
+            check(trial)
+
+    agrees()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.arrivals import Here
+from tests.support.lab import in_lab
 from tests.support.replica_play import Play, plain
 from tests.support.threads import run_ranks
 from tests.support.training import equal, member_of, train_threads
@@ -44,25 +45,29 @@ from orchestra.worker.runtime import Runtime
 CONSISTENCIES: list[When] = [Synchronous(), Asynchronous(), Bounded(1)]
 
 
-@settings(max_examples=100)
-@given(st.data())
-def test_an_answered_push_is_applied_once_whoever_dies(data: st.DataObject) -> None:
-    consistency = data.draw(st.sampled_from(CONSISTENCIES))
-    tolerant = consistency.tolerates_loss
-    beside = tolerant and data.draw(st.booleans())
-    servers = data.draw(st.integers(2, 3))
-    workers = 4 if beside else data.draw(st.sampled_from([1, 2, 4]))
-    compensated = tolerant and data.draw(st.booleans())
-    play = Play(consistency, workers, servers, beside, compensated)
-    moments = st.integers(0, 1000)
-    deaths = [(data.draw(moments), data.draw(st.sampled_from(play.server_ranks)))]
-    if tolerant and not beside and workers > 1:
-        deaths.append((data.draw(moments), 1))
-    results = play.run(random.Random(data.draw(st.integers(0, 2**32))), deaths)
-    play.check_histories()
-    if not compensated:
-        play.check_reads()
-        play.check_ends(results, {rank for _, rank in deaths})
+@pytest.mark.parametrize("number", [30, *in_lab([100])])
+def test_an_answered_push_is_applied_once_whoever_dies(number: int) -> None:
+    @settings(max_examples=number)
+    @given(st.data())
+    def applied_once(data: st.DataObject) -> None:
+        consistency = data.draw(st.sampled_from(CONSISTENCIES))
+        tolerant = consistency.tolerates_loss
+        beside = tolerant and data.draw(st.booleans())
+        servers = data.draw(st.integers(2, 3))
+        workers = 4 if beside else data.draw(st.sampled_from([1, 2, 4]))
+        compensated = tolerant and data.draw(st.booleans())
+        play = Play(consistency, workers, servers, beside, compensated)
+        moments = st.integers(0, 1000)
+        deaths = [(data.draw(moments), data.draw(st.sampled_from(play.server_ranks)))]
+        if tolerant and not beside and workers > 1:
+            deaths.append((data.draw(moments), 1))
+        results = play.run(random.Random(data.draw(st.integers(0, 2**32))), deaths)
+        play.check_histories()
+        if not compensated:
+            play.check_reads()
+            play.check_ends(results, {rank for _, rank in deaths})
+
+    applied_once()
 
 
 def test_without_a_death_replicas_are_equal_at_every_quiet_point() -> None:

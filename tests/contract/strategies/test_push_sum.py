@@ -105,13 +105,13 @@ def sgp(
     return mass[:, :5] / mass[:, 5:], mass[:, 5:]
 
 
-@pytest.mark.parametrize(
-    ("exchanges", "overlap"),
-    [
-        ("every_tau_steps", 0), ("every_tau_steps", 1), ("every_tau_steps", 3),
-        ("one_at_a_time", 1), ("one_at_a_time", 2), ("every_step", 3),
-    ],
-)  # fmt: skip
+EXCHANGES = [
+    ("every_tau_steps", 0), ("every_tau_steps", 1), ("every_tau_steps", 3),
+    ("one_at_a_time", 1), ("one_at_a_time", 2), ("every_step", 3),
+]  # fmt: skip
+NETWORKS = [(Exponential(peers=1), 5), (Exponential(peers=2), 4), (Star(), 4), (IRREGULAR, 4)]
+
+
 @pytest.mark.parametrize(
     ("weights", "momentum"),
     [
@@ -122,8 +122,12 @@ def sgp(
     ],
 )
 @pytest.mark.parametrize(
-    ("topology", "ranks"),
-    [(Exponential(peers=1), 5), (Exponential(peers=2), 4), (Star(), 4), (IRREGULAR, 4)],
+    ("exchanges", "overlap", "topology", "ranks"),
+    [
+        pytest.param(*how, *network, marks=pytest.mark.lab if (row + column) % 2 else ())
+        for row, how in enumerate(EXCHANGES)
+        for column, network in enumerate(NETWORKS)
+    ],
 )
 def test_it_follows_the_equations_of_the_paper(
     topology: Topology, ranks: int, weights: Any, overlap: int, exchanges: Any, momentum: float,

@@ -272,7 +272,7 @@ ON_UNEVEN = [
     "StochasticGradientPush(overlap=2, exchanges='one_at_a_time')", "LocalSGD(2)", "Prague(2)",
     "Switch(Gossip, AllReduce, when=AfterSteps(2), moments='reset')",
 ]  # fmt: skip
-LOADING_AHEAD = ["AllReduce('ring')", ASYNCHRONOUS, SWITCH, "PairwiseAveraging", "LocalSGD(2)"]
+LOADING_AHEAD = [SWITCH, "LocalSGD(2)"]
 """Their loaders have processes of their own also by default."""
 
 
