@@ -16,7 +16,7 @@ from resource import RLIM_INFINITY
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.waiting import is_running, wait_until
+from tests.support.waiting import is_running, kill, wait_until
 from tests.support.warm import MODULE_PATH, WarmProcess
 
 import orchestra
@@ -83,7 +83,7 @@ class Started:
         traceback: TracebackType | None,
     ) -> None:
         for pid in self.alive():
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         self.process.wait()
         self._out.close()
         self._err.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 POLL_SECONDS = 0.02
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -19,6 +21,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
             return
         pause.wait(POLL_SECONDS)
     raise AssertionError(f"waited {DEADLINE_SECONDS:g} s in vain: {what}")
+
+
+def kill(pid: int) -> None:
+    """End process `pid`, which may have ended since it was looked for."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -122,7 +122,8 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Nothing if it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

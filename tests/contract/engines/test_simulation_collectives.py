@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tests.support.lab import in_lab
+from tests.support.lab import by_turns, in_lab
 from tests.support.simulated import FREE, Second, assert_agree, run_ranks
 from tests.support.simulated_collectives import (
     COSTLY,
@@ -70,8 +70,7 @@ def together(ranks: int, rounds: int) -> list[list[float]]:
 # Evaluated, followed and sent agree
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8, pytest.param(17, marks=pytest.mark.lab)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "ranks"), by_turns(NAMES, [2, 3, 5, 8, 17]))
 def test_every_schedule_agrees(name: str, ranks: int) -> None:
     with mock.patch.object(collective, "SEGMENT_BYTES", 256):
         check(Trial(name, ranks, 40 * ranks + 3, staggered(ranks)))
@@ -135,8 +134,7 @@ def test_a_connection_that_idles_starts_slowly_again(second: list[float], noise:
     check(trial)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 7])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "length"), by_turns(NAMES, [0, 1, 2, 3, 4, 5, 7]))
 def test_vectors_shorter_than_the_ranks_agree(name: str, length: int) -> None:
     check(Trial(name, 5, length, staggered(5)))
 
@@ -150,9 +148,12 @@ def test_pieces_of_unequal_length_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "on", ["one_host(cores=2)", "lan_1gbit(nodes=3)", "wifi(nodes=6)", "containers_10mbit(nodes=6)"]
+    ("name", "on"),
+    by_turns(
+        NAMES,
+        ["one_host(cores=2)", "lan_1gbit(nodes=3)", "wifi(nodes=6)", "containers_10mbit(nodes=6)"],
+    ),
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_shared_cores_and_links_agree(name: str, on: str) -> None:
     check(Trial(name, 6, 3000, staggered(6), on))
 

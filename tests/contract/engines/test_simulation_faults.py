@@ -411,8 +411,7 @@ def test_a_replica_takes_the_place_of_a_dead_server(tmp_path: Path) -> None:
     [
         AllReduce(),
         pytest.param(AllReduce("native"), marks=pytest.mark.lab),
-        *in_lab([ParameterServer(), Gossip()]),
-        LocalSGD(4),
+        *in_lab([ParameterServer(), Gossip(), LocalSGD(4)]),
     ],
     ids=["ring", "native", "server", "gossip", "local"],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.gradient_bytes import gradient_bytes
+from tests.support.lab import some
 from tests.support.quadratic import SIZE, Vector, final, mean_samples, start
 from tests.support.resumed import assert_same, kill_launcher, training
 from tests.support.shapes import COSTLY, in_shapes, told
@@ -125,7 +126,7 @@ SERVERS = [
 ]
 
 
-@pytest.mark.parametrize("text", [*SERVERS, "ParameterServer(compression=Threshold(0.05))"])
+@pytest.mark.parametrize("text", some([*SERVERS, "ParameterServer(compression=Threshold(0.05))"]))
 def test_compressed_pushes_on_real_and_simulated_connections(text: str, tmp_path: Path) -> None:
     run = run_of(text, 4, steps=8)
     virtual = simulated(run, tmp_path / "virtual")
@@ -178,7 +179,7 @@ REPLICAS = [
 ]
 
 
-@pytest.mark.parametrize("text", REPLICAS)
+@pytest.mark.parametrize("text", some(REPLICAS))
 def test_compressed_averages_of_replicas_on_real_and_simulated_connections(
     text: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.support.lab import in_lab
 from tests.support.tasks_for_tests import Unequal
 from tests.support.training import (
     Case,
@@ -126,13 +127,8 @@ WEIGHTED = {
 @pytest.mark.parametrize(
     ("ranks", "left"),  # fewer samples than ranks, or uneven parts
     [
-        (3, 1),
         (3, 13),
-        (4, 13),
-        *(
-            pytest.param(*case, marks=pytest.mark.lab)
-            for case in ((2, 1), (2, 13), (4, 1), (5, 1), (5, 13))
-        ),
+        *in_lab([(2, 1), (2, 13), (3, 1), (4, 1), (4, 13), (5, 1), (5, 13)]),
     ],
 )
 @pytest.mark.parametrize("strategy", WEIGHTED.values(), ids=WEIGHTED)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.support import papers
 from tests.support.arrivals import RATE, Served
+from tests.support.lab import by_turns
 from tests.support.members import wrapped
 from tests.support.patient_push import PatientPush
 from tests.support.tanh_net import INPUTS, Run, Vector, gradient_of, start
@@ -98,8 +99,9 @@ def test_stochastic_gradient_push(
     assert_equal(run.final, x.sum(0) / w.sum())
 
 
-@pytest.mark.parametrize("tau", [1, 2, 3])
-@pytest.mark.parametrize("exchanges", ["every_tau_steps", "every_step", "one_at_a_time"])
+@pytest.mark.parametrize(
+    ("exchanges", "tau"), by_turns(["every_tau_steps", "every_step", "one_at_a_time"], [1, 2, 3])
+)
 @pytest.mark.parametrize(("topology", "p"), GRAPHS, ids=["exponential", "star"])
 def test_overlapped_push_whose_messages_are_as_late_as_can_be(
     topology: Topology, p: papers.MixingMatrices, exchanges: Any, tau: int, tmp_path: Path

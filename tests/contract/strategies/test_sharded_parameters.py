@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.lab import in_lab
 from tests.support.simulated import simulated
 from tests.support.threads import run_ranks
 from tests.support.training import State, equal, member_of, settings, step_lines, train_processes
@@ -76,8 +77,7 @@ def test_they_train_as_whole_ones_do(ranks: int, optimizer: str, tmp_path: Path)
     ("strategy", "told"),
     [
         (AllReduce(shard="parameters"), 1),
-        (ParameterServer(placement="beside"), 1),
-        (AllReduce(shard="gradients"), 0),
+        *in_lab([(ParameterServer(placement="beside"), 1), (AllReduce(shard="gradients"), 0)]),
     ],
 )
 def test_a_compiled_model_that_runs_eagerly_is_told_once(

@@ -13,6 +13,7 @@ from tests.support.paths import ROOT
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.lab
 @pytest.mark.skipif(sys.platform != "linux", reason="the example asks Linux for the memory")
 def test_a_model_larger_than_the_limit_of_a_rank(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "larger_than_memory.py"), "--width", "1536"]

@@ -117,7 +117,7 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
 def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(
     strategy: str, workers: int, tmp_path: Path
 ) -> None:
-    with Gate(tmp_path, strategy, workers, patience=8) as gate:
+    with Gate(tmp_path, strategy, workers, patience=6) as gate:
         gate.signal(1, signal.SIGSTOP)
         gate.open()
         ended = gate.end()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 from tests.support.commands import Ended, Started, run
 from tests.support.hosts import SshHosts, needs_sshd, ssh_hosts
-from tests.support.waiting import is_running, wait_until
+from tests.support.lab import in_lab
+from tests.support.waiting import DEADLINE_SECONDS, is_running, kill, wait_until
 
 from orchestra.engines.hosts.agent import MARK, MARKER
 from orchestra.engines.hosts.checks import Clock, late, unlike
@@ -168,7 +168,7 @@ def test_nothing_is_left_when_the_connection_of_the_agent_ends(
     assert agent.stdin is not None
     agent.stdin.close()
     wait_until(lambda: not any(map(is_running, pids)), "the rank and its child are gone")
-    assert agent.wait(60) == 0
+    assert agent.wait(DEADLINE_SECONDS) == 0
 
 
 def test_a_rank_is_asked_to_stop_first(agent: subprocess.Popen[str]) -> None:
@@ -177,7 +177,7 @@ def test_a_rank_is_asked_to_stop_first(agent: subprocess.Popen[str]) -> None:
     assert agent.stdin is not None
     agent.stdin.close()
     assert heard(agent)["text"] == "asked"
-    assert agent.wait(60) == 0  # it has not waited for the grace
+    assert agent.wait(DEADLINE_SECONDS) == 0  # it has not waited for the grace
 
 
 # Hosts -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_hosts_train_together_with_a_module_of_the_users_own(
     (tmp_path / "beside/own_task.py").write_text(OWN_TASK)
     experiment = tmp_path / "beside/tiny.yaml"
     experiment.write_text("task: own_task:tiny\nstrategies: {ring: AllReduce}\nsteps: 4\n")
-    given = ["train", "beside/tiny.yaml", "--hosts", "a,b:2,c", "--set", "batch_size=4"]
+    given = ["train", "beside/tiny.yaml", "--hosts", "a,b:2", "--set", "batch_size=4"]
     with hosts.started(given, tmp_path) as command:
         ended = command.end()
     assert ended.status == 0, ended.err
@@ -222,7 +222,7 @@ def test_hosts_train_together_with_a_module_of_the_users_own(
     assert "b (10.0.0.2): 2 ranks" in ended.err
     assert "record: runs/tiny-ring-1" in ended.out
     (found,) = json.loads((tmp_path / "runs/tiny-ring-1/summary.json").read_text())["runs"]
-    assert (found["status"], found["ranks"], found["steps"]) == ("completed", 4, 4)
+    assert (found["status"], found["ranks"], found["steps"]) == ("completed", 3, 4)
 
 
 def running(hosts: SshHosts, command: Started, tmp_path: Path) -> None:
@@ -257,39 +257,58 @@ def test_ctrl_c_and_a_kill_end_all_ranks_and_the_same_command_resumes(
     with hosts.started(given, tmp_path) as command:
         resumed(command)
         command.process.send_signal(signal.SIGKILL)
-        command.process.wait(60)
+        command.process.wait(DEADLINE_SECONDS)
         wait_until(hosts.nothing_is_left, "nothing is left on any host")
     assert record(tmp_path)["status"] == "stopped"
-    with hosts.started(given, tmp_path) as command:
-        resumed(command)
+
+
+@needs_sshd
+@pytest.mark.lab
+def test_sigterm_stops_a_run_on_hosts_in_good_order(hosts: SshHosts, tmp_path: Path) -> None:
+    with hosts.started([*LONG, "--hosts", "a,b"], tmp_path) as command:
+        running(hosts, command, tmp_path)
         command.process.send_signal(signal.SIGTERM)
         found = ended(hosts, command)
     assert found.status == 0, found.err
     assert record(tmp_path)["stopped_by"] == "SIGTERM"
 
 
+def lose_rank(hosts: SshHosts, name: str) -> None:
+    kill(hosts.ranks(name).pop())
+
+
+def lose_host(hosts: SshHosts, name: str) -> None:
+    for pid in hosts.sessions(name):
+        kill(pid)
+
+
+LOSSES: list[tuple[Callable[[SshHosts, str], None], str, str]] = [
+    (lose_host, "b", "b: the ssh connection has ended"),
+    (lose_rank, "b", "rank 1"),
+    (lose_rank, "a", "a: rank 0 was killed by SIGKILL"),
+]
+
+
 @needs_sshd
-def test_a_run_on_hosts_is_restarted_after_each_kind_of_loss(
-    hosts: SshHosts, tmp_path: Path
+@pytest.mark.parametrize("number", [1, *in_lab([3])])
+def test_a_run_on_hosts_is_restarted_after_a_loss(
+    number: int, hosts: SshHosts, tmp_path: Path
 ) -> None:
-    with hosts.started([*LONG, "--hosts", "a,b", "--max-restarts", "3"], tmp_path) as command:
+    """With one restart after a lost connection, and with three after each kind of loss; the next
+    loss ends it."""
+    given = [*LONG, "--hosts", "a,b", "--max-restarts", str(number)]
+    with hosts.started(given, tmp_path) as command:
         running(hosts, command, tmp_path)
-        os.kill(hosts.ranks("b").pop(), signal.SIGKILL)
-        resumed(command)
-        os.kill(hosts.ranks("a").pop(), signal.SIGKILL)
-        resumed(command, 2)
-        for pid in hosts.sessions("b"):
-            os.kill(pid, signal.SIGKILL)
-        resumed(command, 3)
-        os.kill(hosts.ranks("b").pop(), signal.SIGKILL)
+        for times, (lose, name, _) in enumerate(LOSSES[:number], start=1):
+            lose(hosts, name)
+            resumed(command, times)
+        lose_rank(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
-    assert found.err.splitlines()[-1] == "orchestra: no restart is left of 3"
+    assert found.err.splitlines()[-1] == f"orchestra: no restart is left of {number}"
     made = record(tmp_path)["restarts"]
-    causes = "rank 1", "a: rank 0 was killed by SIGKILL", "b: the ssh connection has ended"
-    assert [each["cause"][: len(cause)] for each, cause in zip(made, causes, strict=True)] == [
-        *causes
-    ]
+    causes = [cause for _, _, cause in LOSSES[:number]]
+    assert [each["cause"][: len(cause)] for each, cause in zip(made, causes, strict=True)] == causes
     assert all(each["step"] > 0 for each in made)
 
 
@@ -298,8 +317,7 @@ def test_a_run_on_hosts_is_restarted_after_each_kind_of_loss(
 def test_a_lost_ssh_connection_ends_the_run_and_is_named(hosts: SshHosts, tmp_path: Path) -> None:
     with hosts.started([*LONG, "--hosts", "a,b"], tmp_path) as command:
         running(hosts, command, tmp_path)
-        for pid in hosts.sessions("b"):
-            os.kill(pid, signal.SIGKILL)
+        lose_host(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
     assert "orchestra: b: the ssh connection has ended" in found.err.splitlines()[-1]
@@ -311,8 +329,7 @@ def test_a_lost_ssh_connection_ends_the_run_and_is_named(hosts: SshHosts, tmp_pa
 def test_a_rank_that_is_killed_ends_the_run(hosts: SshHosts, tmp_path: Path) -> None:
     with hosts.started([*LONG, "--hosts", "a,b"], tmp_path) as command:
         running(hosts, command, tmp_path)
-        (rank,) = hosts.ranks("b")
-        os.kill(rank, signal.SIGKILL)
+        lose_rank(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
     assert "rank 1" in found.err
@@ -323,8 +340,7 @@ def test_a_rank_that_is_killed_ends_the_run(hosts: SshHosts, tmp_path: Path) -> 
 def test_an_elastic_run_goes_on_without_a_host(hosts: SshHosts, tmp_path: Path) -> None:
     with hosts.started([*LONG, "--hosts", "a,b", "--set", "min_ranks=1"], tmp_path) as command:
         running(hosts, command, tmp_path)
-        (rank,) = hosts.ranks("b")
-        os.kill(rank, signal.SIGKILL)
+        lose_rank(hosts, "b")
         command.wait_until(lambda: "going on with 1" in command.err(), "the run goes on")
         command.process.send_signal(signal.SIGINT)
         found = ended(hosts, command)

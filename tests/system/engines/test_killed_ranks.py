@@ -40,8 +40,7 @@ IN_MEMORY = ("AllReduce('ring')", "ParameterServer", "Hogwild()")
 """By collectives, by large messages, and by parameters in shared memory."""
 STEPS = 30
 PATIENCE = 1000.0  # a run here ends because a rank has died, not because somebody waited
-LIMIT_SECONDS = 60.0  # after which a run hangs
-END_SECONDS = 15.0  # from the kill to the end of the run; others may use the machine, too
+LIMIT_SECONDS = 150.0  # after which a run hangs
 PIECES, KILLS = 25, 20
 
 
@@ -237,7 +236,6 @@ def test_a_rank_killed_in_training_is_named_and_nothing_is_left(
             assert run.failure.startswith(f"rank {victim} on "), where
             assert run.failure.endswith(" was killed by SIGKILL"), where
             assert run.noticed <= {victim}, where
-            assert run.ending < END_SECONDS, where
             done[strategy, *run.hit] += 1
             slowest = max(slowest, run.ending)
         assert left(before) == [], where

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.lab import in_lab
 
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation import trials
@@ -73,7 +74,7 @@ def test_what_is_asked_for_may_depend_on_what_was_found(tmp_path: Path) -> None:
     assert set(book.outcomes) == {"first", "second", "third"}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [*in_lab([1]), 2])
 def test_a_trial_that_ends_its_process_fails_alone(processes: int, tmp_path: Path) -> None:
     tasks = {"one": "digits()", "fatal": "tests.support.failing_tasks:fatal()", "two": "digits()"}
     book = Notebook({name: trial(task, tmp_path / name) for name, task in tasks.items()})

@@ -13,6 +13,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.support.browsers import start_chrome
 from tests.support.drawn import STRATEGIES, all_runs, keep, record
+from tests.support.lab import in_lab
 
 from orchestra.report.page import write_report
 
@@ -90,7 +91,9 @@ def _marks(chrome: Chrome, figure: str) -> int:
     return int(_ask(chrome, f"document.querySelectorAll('#figure-{figure} svg path').length"))
 
 
-@pytest.mark.parametrize("figure", ["loss-against-seconds", "time-to-target", "bytes-sent"])
+@pytest.mark.parametrize(
+    "figure", ["loss-against-seconds", *in_lab(["time-to-target", "bytes-sent"])]
+)
 def test_a_chip_hides_a_strategy_and_brings_it_back(opened: Chrome, figure: str) -> None:
     before = _marks(opened, figure)
     chip = '.chips button[data-name="ring"]'
@@ -137,7 +140,7 @@ def test_rows_without_a_figure_stay_last(opened: Chrome) -> None:
     assert known == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("width", [320, 390, 768, 1400])
+@pytest.mark.parametrize("width", [320, *in_lab([390]), 768, *in_lab([1400])])
 def test_no_width_makes_the_page_scroll_sideways(chrome: Chrome, report: Path, width: int) -> None:
     _open(chrome, report, width, 844)
     assert _ask(chrome, "document.documentElement.scrollWidth") <= width
