@@ -61,7 +61,8 @@ TABLE = [
     Row("servers", f"{SERVER}(servers=2)", 3, variant=True),
     Row("servers beside", f'{SERVER}(servers=2, placement="beside")', 2, exact=False, variant=True),
     Row("asynchronous", f"{SERVER}({ASYNCHRONOUS})", 2, damped=True),
-    Row("asynchronous beside", f'{SERVER}({ASYNCHRONOUS}, placement="beside")', damped=True),
+    Row("asynchronous beside", f'{SERVER}({ASYNCHRONOUS}, placement="beside")', damped=True,
+        variant=True),
     Row("asynchronous servers", f"{SERVER}(servers=2, {ASYNCHRONOUS})", 3, damped=True,
         variant=True),
     Row("bounded", f'{SERVER}(consistency="bounded", staleness=1)', 2, damped=True),
@@ -96,7 +97,7 @@ TABLE = [
     Row("elastic, momentum", 'ElasticAveraging(4, momentum=0.5, servers=2, placement="beside")', 2,
         exact=False, variant=True),
     Row("elastic first", 'Switch(ElasticAveraging(4), AllReduce(), when=AfterSteps(10), '
-        'moments="reset")', 2, exact=False),
+        'moments="reset")', 2, exact=False, variant=True),
     Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True,
         variant=True),
     # of four layers
@@ -109,11 +110,11 @@ TABLE = [
     Row("switch beside", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}, '
         'placement="beside"), when=AfterSteps(10), learning_rate="divided")', variant=True),
     Row("switch back", f'Switch({SERVER}(), AllReduce(), when=AfterSteps(10), moments="reset")', 2,
-        exact=False),
+        exact=False, variant=True),
     Row("asynchronous first", 'Switch(PairwiseAveraging(), AllReduce(), when=AfterFraction(0.5), '
         'moments="averaged")'),
     Row("gossip, judged", 'Switch(Gossip(), AllReduce(), when=LossStable(threshold=0.5) & '
-        'AfterSteps(9), moments="averaged")', fresh=True),
+        'AfterSteps(9), moments="averaged")', fresh=True, variant=True),
     Row("auto", 'Auto([AllReduce("ring"), LocalSGD(4)], samples=[9, 1])', fresh=True,
         variant=True),
     Row("own strategy", "examples.own_strategy:DynamicAveraging(0.1)", fresh=True),

@@ -97,7 +97,12 @@ def test_each_repetition_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ParameterServer", ASYNCHRONOUS, "AllReduce('ring', shard='optimizer')"]
+    "strategy",
+    [
+        "ParameterServer",
+        ASYNCHRONOUS,
+        pytest.param("AllReduce('ring', shard='optimizer')", marks=lab),
+    ],
 )
 def test_others_rest_to_take_a_rank_in(strategy: str, tmp_path: Path) -> None:
     """Nothing is done again: all go on from a checkpoint of the rest."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.lab import by_turns, in_lab, some
+from tests.support.lab import in_lab, some
 from tests.support.shared_orders import EIGHT, SPEEDS, TASK, covers, positions, strategy_of
 from tests.support.simulated import simulated
 from tests.support.training import settings, step_lines
@@ -102,7 +102,15 @@ def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "death"),
-    by_turns([t for t in SELF_PACED if "Server(" in t or "Elastic" in t], [(3, 0.5), (7, 0.98)]),
+    some(
+        [
+            (text, death)
+            for text in SELF_PACED
+            if "Server(" in text or "Elastic" in text
+            for death in ((3, 0.5), (7, 0.98))
+        ],
+        every=3,
+    ),
 )
 def test_the_batch_of_a_dead_worker_is_given_out_again(
     text: str, death: tuple[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
