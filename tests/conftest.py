@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: bits depend on it
 
 # No outcome depends on how busy the machine is, nor on chance; `--hypothesis-profile random`
-# looks for examples that no run has seen yet.
+# looks for examples that no run has seen yet, and for more of them.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("repeated", _PATIENT, derandomize=True, database=None)
+settings.register_profile("repeated", _PATIENT, derandomize=True, database=None, max_examples=40)
 settings.register_profile("random", _PATIENT)
 settings.load_profile("repeated")
 

@@ -15,7 +15,7 @@ from math import inf
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.support.fair_shares import Change, Job, slow_ends
 from tests.support.laboratory import Laboratory
@@ -98,7 +98,6 @@ def assert_fair(lived: Lived) -> None:
             )
 
 
-@settings(max_examples=150)
 @given(
     st.lists(numbers, min_size=RESOURCES, max_size=RESOURCES),
     st.lists(jobs(), min_size=1, max_size=9),
@@ -128,7 +127,6 @@ def test_random_activities_end_when_they_should(
             assert job.amount - left == pytest.approx(amount, rel=CLOSE, abs=CLOSE)
 
 
-@settings(max_examples=150)
 @given(
     st.lists(numbers, min_size=RESOURCES, max_size=RESOURCES),
     st.lists(jobs(), min_size=1, max_size=14),

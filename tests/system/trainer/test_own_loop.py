@@ -259,7 +259,8 @@ def by_hand(order: list[list[int]], count: int, epochs: int = 2, momentum: float
 
 COUNTS = 1, 7, 8  # fewer samples than ranks, fewer batches than ranks, a batch that is not full
 UNEVEN = [
-    *((count, kind) for kind in ("in order", "stream") for count in COUNTS),
+    *((count, "in order") for count in COUNTS),
+    (7, "stream"),
     (7, "loading ahead"),
 ]
 
@@ -272,7 +273,7 @@ ON_UNEVEN = [
     "StochasticGradientPush(overlap=2, exchanges='one_at_a_time')", "LocalSGD(2)", "Prague(2)",
     "Switch(Gossip, AllReduce, when=AfterSteps(2), moments='reset')",
 ]  # fmt: skip
-LOADING_AHEAD = [SWITCH, "LocalSGD(2)"]
+LOADING_AHEAD = ["PairwiseAveraging", "LocalSGD(2)"]
 """Their loaders have processes of their own also by default."""
 
 

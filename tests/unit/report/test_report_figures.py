@@ -21,10 +21,12 @@ from tests.support.drawn import (
     keep,
     record,
 )
+from tests.support.lab import by_turns
 
 from orchestra.records.files import run_folder
 from orchestra.records.record import RunRecord
-from orchestra.report.figures.bars import seconds
+from orchestra.report.figures.bars import seconds, staleness
+from orchestra.report.figures.curves import curves, in_steps
 from orchestra.report.figures.frame import for_image, save
 
 
@@ -64,8 +66,9 @@ def test_every_family_is_drawn_where_there_is_data(whole: Drawn) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [*WHOLE, "timeline-ring-4-ranks"])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dark"), by_turns([*WHOLE, "timeline-ring-4-ranks"], [False, True])
+)
 def test_a_specification_compiles_without_a_warning(
     whole: Drawn, name: str, dark: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,10 +178,11 @@ def test_a_switch_between_two_snapshots_lies_on_the_line_between(tmp_path: Path)
     keep(
         tmp_path, [record("switch", switched_at_step=8, switched_at_sample=8 * BATCH)], trace=False
     )
-    (mark,) = drawn(tmp_path).values("accuracy-against-samples", "step")
+    found = drawn_alone(tmp_path, curves)
+    (mark,) = found.values("accuracy-against-samples", "step")
     assert mark["samples"] == 8 * BATCH
     assert mark["value"] == pytest.approx(0.2 + 0.2 * 3 / 5)  # snapshots at steps 5 and 10
-    (mark,) = drawn(tmp_path).values("loss-against-samples", "step")
+    (mark,) = found.values("loss-against-samples", "step")
     assert mark["value"] == pytest.approx(3.0 * 0.125 ** (3 / 5), rel=1e-4)  # a logarithmic axis
 
 
@@ -198,7 +202,7 @@ def test_equal_lines_of_training_loss_show_the_shapes_of_each(tmp_path: Path) ->
     keep(tmp_path, runs, trace=False)
     for run in runs:
         _long_steps(run_folder(tmp_path, run.asked.name, 4, 0), 400)
-    figure = drawn(tmp_path).figures["training-loss"]
+    figure = drawn_alone(tmp_path, in_steps).figures["training-loss"]
     signs = min(figure.spec["datasets"].values(), key=len)
     assert {sign["strategy"] for sign in signs} == {"a", "b", "c"}
     assert len({sign["samples"] for sign in signs}) == len(signs) > 20
@@ -226,7 +230,7 @@ def test_long_training_is_two_hundred_parts_and_the_rest_joins_the_last(tmp_path
     run = record("ring", steps=4010, samples=4010 * BATCH)
     keep(tmp_path, [run], trace=False)
     _long_steps(run_folder(tmp_path, "ring", 4, 0), 4010)
-    values = line_of(drawn(tmp_path), "ring")
+    values = line_of(drawn_alone(tmp_path, in_steps), "ring")
     assert len(values) == 200
     assert values[-1]["samples"] == 199.5 * 20 * BATCH
 
@@ -298,7 +302,7 @@ def test_staleness_is_in_shares_with_the_gaps_filled(whole: Drawn) -> None:
 
 def test_a_long_tail_of_staleness_is_one_point(tmp_path: Path) -> None:
     tail = record("server", staleness_histogram={"0": 500, "2": 497, "40": 1, "90": 2})
-    found = drawn(keep(tmp_path, [tail], trace=False))
+    found = drawn_alone(keep(tmp_path, [tail], trace=False), staleness)
     values = found.values("staleness", "share")
     assert [(v["updates_between"], v["updates"]) for v in values] == [
         ("0", 500), ("1", 0), ("2", 497), ("3 or more", 3),

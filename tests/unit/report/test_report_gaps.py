@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.drawn import STRATEGIES, all_runs, drawn, keep, record
+from tests.support.drawn import STRATEGIES, all_runs, drawn, drawn_alone, keep, record
 from tests.support.recorded import changed
 
 from orchestra.records.files import run_folder
 from orchestra.records.store import RunStore, collect
+from orchestra.report.figures.bars import staleness
+from orchestra.report.figures.curves import curves
+from orchestra.report.figures.results import time_to_target
 from orchestra.report.study import INK, Study
 
 
@@ -55,7 +57,7 @@ def test_a_failed_run_leaves_the_others_figures(tmp_path: Path) -> None:
 
 def test_updates_that_were_never_stale_are_not_drawn(tmp_path: Path) -> None:
     fresh = record("ring", staleness_histogram={"0": 20})
-    found = drawn(keep(tmp_path, [fresh, record("server")], trace=False))
+    found = drawn_alone(keep(tmp_path, [fresh, record("server")], trace=False), staleness)
     assert {v["strategy"] for v in found.values("staleness", "share")} == {"server"}
     assert "not drawn" in found.figures["staleness"].caption
 
@@ -84,7 +86,8 @@ def test_strategies_that_missed_the_target_are_last_and_say_so(tmp_path: Path) -
         record("switch"),
         record("switch", seed=1),
     ]
-    texts = drawn(keep(tmp_path, runs, trace=False)).values("time-to-target", "text")
+    folder = keep(tmp_path, runs, trace=False)
+    texts = drawn_alone(folder, time_to_target).values("time-to-target", "text")
     assert [text["strategy"] for text in texts] == ["switch", "ring", "one process"]
     assert "seeds" not in texts[0]["text"]
     assert texts[1]["text"].endswith("(1 of 2 seeds)")
@@ -110,14 +113,8 @@ def test_a_loss_that_is_not_a_number_is_left_out(tmp_path: Path) -> None:
     broken = text.replace('"loss": 3.0', '"loss": null')
     assert broken != text
     (folder / "curve.jsonl").write_text(broken)
-    values = drawn(tmp_path).values("loss-against-seconds", "seed")
+    values = drawn_alone(tmp_path, curves).values("loss-against-seconds", "seed")
     assert len(values) == 2 * 3  # three snapshots of the seed, and of the mean
-
-
-def test_the_specifications_of_a_comparison_stay_small(tmp_path: Path) -> None:
-    runs = [record(f"strategy {n}", seed=seed) for n in range(6) for seed in range(3)]
-    found = drawn(keep(tmp_path, runs))
-    assert sum(len(json.dumps(f.spec)) for f in found.figures.values()) < 500_000
 
 
 def test_no_layer_is_without_a_value(tmp_path: Path) -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.drawn import drawn, keep, record, traced_reports
+from tests.support.drawn import drawn, drawn_alone, keep, record, traced_reports
 
 from orchestra.errors import InputError
 from orchestra.records.files import run_folder
 from orchestra.records.trace import read_trace, write_trace
-from orchestra.report.figures.timeline import step_windows
+from orchestra.report.figures.timeline import step_windows, timelines
 
 
 def test_a_timeline_shows_three_steps_of_the_middle_and_their_messages(tmp_path: Path) -> None:
-    found, name = drawn(keep(tmp_path, [record("ring")])), "timeline-ring"
+    found, name = drawn_alone(keep(tmp_path, [record("ring")]), timelines), "timeline-ring"
     assert found.figures[name].title == "ring: steps 3 to 5"
     pieces = found.values(name, "kind")
     assert {piece["lane"] for piece in pieces} == {"0", "1", "2", "3"}
@@ -46,7 +46,7 @@ def test_background_flows_of_a_name_share_a_lane_and_a_server_is_named(tmp_path:
     kept = [piece for piece in second.timeline.slices if piece.category != "step"]
     second = replace(second, role="server", timeline=replace(second.timeline, slices=kept))
     write_trace(run_folder(tmp_path, "server", 2, 0), [first, second])
-    pieces = drawn(tmp_path).values("timeline-server", "kind")
+    pieces = drawn_alone(tmp_path, timelines).values("timeline-server", "kind")
     assert {piece["lane"] for piece in pieces} == {"0", "0 average", "1 server"}
 
 
@@ -69,7 +69,7 @@ def test_steps_that_do_not_follow_each_other_are_timelines_of_their_own(tmp_path
         timeline.slices[:] = kept
     keep(tmp_path, [record("switch", ranks=2)], trace=False)
     write_trace(run_folder(tmp_path, "switch", 2, 0), reports)
-    titles = [f.title for name, f in drawn(tmp_path).figures.items() if "timeline" in name]
+    titles = [figure.title for figure in drawn_alone(tmp_path, timelines).figures.values()]
     assert titles == [
         "switch: steps 1 to 3, before the switch",
         "switch: steps 6 to 8, after the switch",
