@@ -41,6 +41,15 @@ def join(folder: Path, *more: str) -> Started:
     return started(["join", str(folder / "run"), *more], folder)
 
 
+def pids_of_ranks(folder: Path) -> list[int]:
+    """The processes that wait at the gate, by rank: in the order of their start."""
+
+    def start(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+    return sorted((int(path.name.removeprefix("at-")) for path in folder.glob("at-*")), key=start)
+
+
 def told(folder: Path, text: str) -> None:
     """Wait until the user of the run was told `text`."""
 

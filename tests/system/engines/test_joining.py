@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.support.commands import run
-from tests.support.joining import SETTINGS, STEPS, held, join, told
+from tests.support.joining import SETTINGS, STEPS, held, join, pids_of_ranks, told
 from tests.support.lab import in_lab
 from tests.support.training import step_lines
 
@@ -178,8 +178,7 @@ def test_a_newcomer_has_a_residual_of_its_own(tmp_path: Path) -> None:
 def test_a_spare_takes_the_place_of_a_rank_that_is_lost(tmp_path: Path) -> None:
     with held(tmp_path, ranks=3) as training, join(tmp_path, "--spare") as spare:
         spare.wait_until(lambda: "waits until a rank is lost" in spare.err(), "it is ready")
-        pids = sorted(int(path.name.removeprefix("at-")) for path in tmp_path.glob("at-*"))
-        os.kill(pids[1], signal.SIGKILL)  # started in the order of the ranks
+        os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
         told(tmp_path, "takes its place; going on with 3 ranks")
         (tmp_path / "go").touch()
         assert spare.end().status == 0
@@ -222,8 +221,7 @@ def test_the_events_of_a_run_lead_to_the_same_instructions_again(
     monkeypatch.setattr(Logged, "made", [])
     with held(tmp_path, ranks=3) as training, join(tmp_path) as newcomer:
         told(tmp_path, "joins; going on with 4 ranks")
-        pids = sorted(int(path.name.removeprefix("at-")) for path in tmp_path.glob("at-*"))
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pids_of_ranks(tmp_path)[0], signal.SIGKILL)
         told(tmp_path, "going on with 3 ranks")
         (tmp_path / "go").touch()
         assert newcomer.end().status == 0
