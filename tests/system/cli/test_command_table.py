@@ -150,7 +150,7 @@ CALLS: list[list[str]] = [
     ["plan", "--task", "digits", "--cluster", "nowhere"],
     ["map", "--task", "digits", "--cluster", "nowhere", "--x", "nodes", "--y", "nodes"],
     ["simulate", "exp.yaml", "--no-report", "--search-seconds", "0", "--out", "simulated"],
-    ["compare", "exp.yaml", "--engine", "simulation", "--out", "compared"],
+    ["compare", "exp.yaml", "--engine", "simulation", "--no-report", "--out", "compared"],
     ["train", "exp.yaml", "--out", "trained"],
     ["watch", "trained"],
     ["report", "trained", "--out", "page"],
