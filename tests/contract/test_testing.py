@@ -11,6 +11,7 @@ import pytest
 import torch
 from examples.own_server_rule import Limited, Majority
 from examples.own_strategy import DynamicAveraging, DynamicMember
+from tests.support.lab import some
 from torch import Tensor
 
 from orchestra import QSGD, Exponential, LocalSGD, PowerSGD, RandomK, SignSGD, TopK
@@ -25,12 +26,12 @@ from orchestra.worker.worker import Worker
 
 @pytest.mark.parametrize(
     "subject",
-    [
+    some([
         TopK(0.1), QSGD(7), SignSGD(False, error_feedback=True), PowerSGD(2), RandomK(0.1),
         Exponential(peers=2), DynamicAveraging(0.1),
         pytest.param(LocalSGD(4), marks=pytest.mark.lab),
         pytest.param(Limited(4), marks=pytest.mark.lab),
-    ],
+    ]),
     ids=repr,
 )  # fmt: skip
 def test_what_keeps_the_contract_passes(subject: Any) -> None:

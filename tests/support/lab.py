@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
+_PARAM = type(pytest.param())
+
 
 def in_lab(cases: Iterable[Any]) -> list[Any]:
-    """Mark cases; a case is a value or a tuple of values."""
+    """Mark cases; a case is a value, a tuple of values, or a `pytest.param`."""
+    return [_marked(case) for case in cases]
+
+
+def _marked(case: Any) -> Any:
+    if isinstance(case, _PARAM):
+        return pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.lab])
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.lab)
+
+
+def some(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """Leave every second case, from the first one on, in the default run, or every third. Cases
+    that are in the lab do not count."""
+    usual = itertools.count()
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.lab)
-        for case in cases
+        case if _is_in_lab(case) or next(usual) % every == 0 else _marked(case) for case in cases
     ]
 
 
-def some(cases: Sequence[Any], every: int = 2) -> list[Any]:
-    """Leave every second case, from the first one on, in the default run, or every third."""
-    return [case if place % every == 0 else in_lab([case])[0] for place, case in enumerate(cases)]
+def _is_in_lab(case: Any) -> bool:
+    return isinstance(case, _PARAM) and any(mark.name == "lab" for mark in case.marks)
 
 
 def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.lab import some
 from tests.support.strategy_table import TABLE, Row, with_sizes
 
 import orchestra
@@ -57,7 +58,7 @@ def cases() -> list[Any]:
     return with_sizes([*(row for row in BY_CHANCE if row.label in ALWAYS), *rows])
 
 
-@pytest.mark.parametrize(("row", "ranks"), cases())
+@pytest.mark.parametrize(("row", "ranks"), some(cases()))
 def test_every_strategy_repeats_to_the_bit(row: Row, ranks: int, tmp_path: Path) -> None:
     recorded(row.build(), tmp_path / "run", ranks)
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal

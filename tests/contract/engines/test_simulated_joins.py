@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.joining import STEPS, held, join, told
+from tests.support.lab import some
 from tests.support.recorded import changed
 from tests.support.simulated import cluster, simulated
 from tests.support.simulated_losses import (
@@ -125,7 +126,7 @@ def test_it_is_taken_in_soon(tmp_path: Path) -> None:
     assert [step for step, _, _ in steps(record, 4)] == [*range(change.step + 1, 21)]
 
 
-@pytest.mark.parametrize("at", [0.0, 1000.0])
+@pytest.mark.parametrize("at", some([0.0, 1000.0]))
 def test_it_may_come_before_the_first_step_or_after_the_end(at: float, tmp_path: Path) -> None:
     on = lan(tmp_path, Join("worker-4", at=at), on="lan_1gbit(nodes=5)")
     record = simulated(run_of(RING), tmp_path, on=on)

@@ -360,7 +360,7 @@ class Trained:
 
 @pytest.mark.parametrize(
     ("strategy", "training"),
-    [(ASYNCHRONOUS, {}), (BOUNDED, {}), (BOUNDED, IN_PARTS), (ElasticAveraging(4), {})],
+    some([(ASYNCHRONOUS, {}), (BOUNDED, {}), (BOUNDED, IN_PARTS), (ElasticAveraging(4), {})]),
     ids=["asynchronous", "bounded", "bounded in parts", "elastic"],
 )
 def test_a_run_goes_on_without_a_dead_worker(

@@ -21,6 +21,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 import pytest
+from tests.support.lab import some
 from tests.support.simulated import cluster
 from tests.support.step_times import Figures, Timed
 
@@ -73,7 +74,7 @@ def cycles(timed: Timed, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("workers", "think", "update"),
-    [(2, 0.3, 0.1), (4, 0.5, 0.3), (6, 1.2, 0.05)],
+    some([(2, 0.3, 0.1), (4, 0.5, 0.3), (6, 1.2, 0.05)]),
     ids=["links and server", "the server most of all", "the links most of all"],
 )
 def test_an_asynchronous_server_is_a_closed_network(

@@ -106,7 +106,7 @@ IN_BUCKETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "on", "overhead"), IN_BUCKETS)
+@pytest.mark.parametrize(("strategy", "on", "overhead"), some(IN_BUCKETS))
 def test_buckets(strategy: str, on: str, overhead: Overhead, tmp_path: Path) -> None:
     """Gradients leave in several buckets, while backward goes on."""
     run = settings(

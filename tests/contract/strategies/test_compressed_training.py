@@ -73,7 +73,7 @@ def test_processes_and_simulation_agree_on_every_bit_and_byte(
     assert virtual.traffic.sent < 0.4 * plain.traffic.sent
 
 
-@pytest.mark.parametrize("compressor", [*ADDING, *GATHERING])
+@pytest.mark.parametrize("compressor", some([*ADDING, *GATHERING]))
 def test_every_rank_ends_with_the_same_bits(compressor: str, tmp_path: Path) -> None:
     optimizer = "SGD(lr=0.05)" if compressor == DGC else BUCKETS["optimizer"]
     trained = train_threads(
@@ -84,7 +84,7 @@ def test_every_rank_ends_with_the_same_bits(compressor: str, tmp_path: Path) -> 
         assert equal(replica, trained.final)
 
 
-@pytest.mark.parametrize("compressor", [*ADDING, "TopK(0.05)", "QSGD(7)", "SignSGD()", DGC])
+@pytest.mark.parametrize("compressor", some([*ADDING, "TopK(0.05)", "QSGD(7)", "SignSGD()", DGC]))
 def test_a_run_of_shapes_tells_the_times_and_bytes_of_one_with_values(
     compressor: str, tmp_path: Path
 ) -> None:
@@ -142,7 +142,7 @@ def test_compressed_pushes_on_real_and_simulated_connections(text: str, tmp_path
     )
 
 
-@pytest.mark.parametrize("text", SERVERS)
+@pytest.mark.parametrize("text", some(SERVERS))
 def test_servers_without_values(text: str, tmp_path: Path) -> None:
     same_times_without_values(run_of(text, 4, steps=6, trace_steps=0), tmp_path)
 
@@ -205,7 +205,7 @@ WITHOUT_VALUES = [
 and then the caches are cold at another point."""
 
 
-@pytest.mark.parametrize("text", WITHOUT_VALUES)
+@pytest.mark.parametrize("text", some(WITHOUT_VALUES))
 def test_replicas_without_values(text: str, tmp_path: Path) -> None:
     same_times_without_values(run_of(text, 4, steps=9, trace_steps=0), tmp_path)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.support.lab import in_lab
+from tests.support.lab import in_lab, some
 from tests.support.tasks_for_tests import Unequal
 from tests.support.training import (
     Case,
@@ -103,7 +103,7 @@ def test_the_reference_is_no_constant() -> None:
     assert distance(states[1], states[2]) > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", some(OPTIMIZERS, every=3))
 @pytest.mark.parametrize("strategy", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
 @pytest.mark.parametrize(
     "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.lab) for ranks in (4, 5))]
@@ -131,7 +131,7 @@ WEIGHTED = {
         *in_lab([(2, 1), (2, 13), (3, 1), (4, 1), (4, 13), (5, 1), (5, 13)]),
     ],
 )
-@pytest.mark.parametrize("strategy", WEIGHTED.values(), ids=WEIGHTED)
+@pytest.mark.parametrize("strategy", some(WEIGHTED.values()), ids=WEIGHTED)
 def test_unequal_batches_give_the_gradient_over_their_union(
     strategy: Any, ranks: int, left: int, tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_unequal_batches_give_the_gradient_over_their_union(
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", some(OPTIMIZERS))
 def test_returning_gradients_equals_returning_parameters(
     optimizer: str, clip_norm: float | None, tmp_path: Path
 ) -> None:
@@ -169,7 +169,7 @@ def test_returning_gradients_equals_returning_parameters(
         assert distance(replica, ends[1].final) < 1e-9
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("workers", "servers"), some([(2, 1), (2, 2), (2, 3), (3, 2)]))
 @pytest.mark.parametrize("returns", ["parameters", "gradients"])
 def test_dedicated_servers_equal_it_with_as_many_ranks_as_workers(
     returns: Any, workers: int, servers: int, tmp_path: Path
@@ -183,7 +183,7 @@ def test_dedicated_servers_equal_it_with_as_many_ranks_as_workers(
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, WHOLE])
-@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("servers", some([2, 3]))
 def test_tensors_are_cut_only_where_the_optimizer_allows_it(
     servers: int, optimizer: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.lab import some
 from tests.support.members import wrapped
 from tests.support.simulated import simulated, simulated_here
 from tests.support.timelines import read
@@ -46,7 +47,7 @@ def chosen(strategy: str) -> Any:
     return parse(strategy, STRATEGIES, where="test")
 
 
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize("strategy", some(SYNCHRONOUS))
 def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def taken(folder: Path, ranks: int) -> list[tuple[int, int]]:
 IMAGES = "images(sample_flops=1e9)"
 
 
-@pytest.mark.parametrize(("first", "every"), by_turns([*FIRST], [None, 2]))
+@pytest.mark.parametrize(("first", "every"), some(by_turns([*FIRST], [None, 2])))
 def test_a_rule_that_counts_ends_the_queue_at_its_round(
     first: str, every: int | None, tmp_path: Path
 ) -> None:

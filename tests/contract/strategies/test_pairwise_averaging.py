@@ -20,7 +20,7 @@ from tests.support.decentralized import (
     momentum_sgd,
     train_quadratic,
 )
-from tests.support.lab import in_lab
+from tests.support.lab import in_lab, some
 from tests.support.threads import ask_to_stop
 from tests.support.training import equal, train_threads
 from torch import Tensor
@@ -101,7 +101,7 @@ def ad_psgd(
 
 @pytest.mark.parametrize("work", ["shared", "equal"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", some([2, 3, 5]))
 def test_it_follows_the_equations_of_the_paper(
     ranks: int, momentum: float, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.support import papers
 from tests.support.arrivals import RATE, Served
-from tests.support.lab import by_turns
+from tests.support.lab import by_turns, some
 from tests.support.members import wrapped
 from tests.support.patient_push import PatientPush
 from tests.support.tanh_net import INPUTS, Run, Vector, gradient_of, start
@@ -67,7 +67,7 @@ def test_the_gradient_by_hand_is_the_loss_s() -> None:
     np.testing.assert_allclose(gradient_of(inputs, targets, x), differences, atol=1e-9)
 
 
-@pytest.mark.parametrize("last", [11, 2])
+@pytest.mark.parametrize("last", some([11, 2]))
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("period", [1, 5, None])
 def test_local_sgd_weighs_by_samples(
@@ -102,7 +102,7 @@ def test_stochastic_gradient_push(
 @pytest.mark.parametrize(
     ("exchanges", "tau"), by_turns(["every_tau_steps", "every_step", "one_at_a_time"], [1, 2, 3])
 )
-@pytest.mark.parametrize(("topology", "p"), GRAPHS, ids=["exponential", "star"])
+@pytest.mark.parametrize(("topology", "p"), some(GRAPHS), ids=["exponential", "star"])
 def test_overlapped_push_whose_messages_are_as_late_as_can_be(
     topology: Topology, p: papers.MixingMatrices, exchanges: Any, tau: int, tmp_path: Path
 ) -> None:
@@ -275,7 +275,7 @@ class InTurns(ElasticAveraging):
         return wrapped(super().member(worker), "begin", begin)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", some([1, 2]))
 @pytest.mark.parametrize("delta", [0.0, 0.9])
 @pytest.mark.parametrize("tau", [1, 3])
 def test_asynchronous_elastic_averaging(

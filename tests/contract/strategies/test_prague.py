@@ -24,6 +24,7 @@ from tests.support.decentralized import (
     gradients_taken,
     train_quadratic,
 )
+from tests.support.lab import some
 from tests.support.shared_orders import EIGHT, SPEEDS, TASK
 from tests.support.simulated import simulated
 from tests.support.threads import ask_to_stop
@@ -247,7 +248,7 @@ def merged(seen: dict[int, Seen]) -> list[int | Ranks]:
     return order
 
 
-@pytest.mark.parametrize("work", ["shared", "equal"])
+@pytest.mark.parametrize("work", some(["shared", "equal"]))
 @pytest.mark.parametrize("generator", ["smart", "random"])
 def test_it_follows_the_equations_of_the_paper(
     generator: Any, work: str, tmp_path: Path, seen: dict[int, Seen]
@@ -280,7 +281,7 @@ def test_with_one_group_of_all_it_is_local_averaging_in_every_step(tmp_path: Pat
 
 
 @pytest.mark.parametrize("generator", ["smart", "random"])
-@pytest.mark.parametrize("every", [None, 5])
+@pytest.mark.parametrize("every", some([None, 5]))
 def test_each_batch_is_taken_once(generator: Any, every: int | None, tmp_path: Path) -> None:
     strategy = Prague(2, generator=generator)
     result = train_quadratic(strategy, 5, 30, tmp_path, checkpoint_every=every)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.lab import in_lab
+from tests.support.lab import in_lab, some
 from tests.support.simulated import simulated
 from tests.support.threads import run_ranks
 from tests.support.training import State, equal, member_of, settings, step_lines, train_processes
@@ -67,7 +67,7 @@ def check(ranks: int, folder: Path, **training: Any) -> None:
         assert equal(trained(level, ranks, folder / level, **training), expected), level
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", some([2, 3]))
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM])
 def test_they_train_as_whole_ones_do(ranks: int, optimizer: str, tmp_path: Path) -> None:
     check(ranks, tmp_path, optimizer=optimizer)
@@ -96,12 +96,14 @@ def test_awkward_models(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "training",
-    [
-        {"clip_norm": 0.05},
-        {"accumulation": 3},
-        {"accumulation": 8, "task": "images(samples=92, model='deep')"},
-        {"optimizer": "Adafactor(lr=0.05)"},
-    ],
+    some(
+        [
+            {"clip_norm": 0.05},
+            {"accumulation": 3},
+            {"accumulation": 8, "task": "images(samples=92, model='deep')"},
+            {"optimizer": "Adafactor(lr=0.05)"},
+        ]
+    ),
     ids=["clipped", "accumulated", "unequal micro-batches", "whole tensors"],
 )
 def test_settings_of_the_training(training: dict[str, Any], tmp_path: Path) -> None:

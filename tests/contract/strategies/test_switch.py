@@ -96,7 +96,7 @@ def test_a_plateau_switches_at_the_step_that_the_rule_gives(
 
 
 @pytest.mark.parametrize("then", [ASYNCHRONOUS, BESIDE, ParameterServer(servers=2)])
-@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize("steps", some([1, 9]))
 def test_parameters_are_continuous(then: Any, steps: int, tmp_path: Path) -> None:
     """Switching at the very end leaves the bits of the first phase alone."""
     task = f"images(samples={steps * 4 * 8})"
@@ -224,7 +224,7 @@ def test_roles_change_and_every_sample_is_used_once(
         assert (len(result.modules[rank].seen) == steps) == (rank in serving[1])
 
 
-@pytest.mark.parametrize("left", [1, 2, 11])
+@pytest.mark.parametrize("left", some([1, 2, 11]))
 @pytest.mark.parametrize("when", [2, 3, 99])
 @pytest.mark.parametrize("first", [AllReduce(), ParameterServer()], ids=["ring", "server"])
 def test_the_last_batch_may_be_smaller_in_either_phase(
@@ -255,7 +255,7 @@ def test_a_server_learns_at_the_switch_how_many_steps_the_workers_took(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), by_turns(APART, [AllReduce(), ParameterServer(), *APART[:2]])
+    ("first", "then"), some(by_turns(APART, [AllReduce(), ParameterServer(), *APART[:2]]))
 )
 def test_phases_whose_workers_go_apart_may_come_first(
     first: Any, then: Any, tmp_path: Path
@@ -272,10 +272,14 @@ def test_phases_whose_workers_go_apart_may_come_first(
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        *some([(first, then) for then in (AllReduce(), ASYNCHRONOUS) for first in APART], every=3),
-        *(pytest.param(first, Gossip(), marks=pytest.mark.lab) for first in APART),
-    ],
+    some(
+        [
+            *some(
+                [(first, then) for then in (AllReduce(), ASYNCHRONOUS) for first in APART], every=3
+            ),
+            *(pytest.param(first, Gossip(), marks=pytest.mark.lab) for first in APART),
+        ]
+    ),
 )
 def test_where_losses_are_not_shared_one_worker_judges_for_all(
     first: Any, then: Any, tmp_path: Path
@@ -331,7 +335,7 @@ def test_the_learning_rate_can_be_multiplied_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "at"), some([(first, at) for at in (3, 10) for first in APART], every=3)
+    ("first", "at"), some(some([(first, at) for at in (3, 10) for first in APART], every=3))
 )
 def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
     first: Any, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.lab import by_turns
+from tests.support.lab import by_turns, some
 from tests.support.training import (
     Case,
     State,
@@ -84,7 +84,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "factors"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "factors"), some(SCHEDULES))
 @table(SYNCHRONOUS)
 def test_rates_follow_the_samples_of_the_cluster(
     strategy: Any, ranks: int, schedule: Any, factors: list[float], tmp_path: Path
@@ -123,7 +123,7 @@ def test_rates_follow_the_samples_that_servers_have_seen(
     assert max(last) == 128
 
 
-@pytest.mark.parametrize("parts", [3, 8])
+@pytest.mark.parametrize("parts", some([3, 8]))
 @table(REPEATABLE)
 def test_accumulation_changes_nothing(
     strategy: Any, ranks: int, parts: int, tmp_path: Path
@@ -298,7 +298,7 @@ ANY_SIZE = {
 
 
 @pytest.mark.parametrize(("ranks", "samples"), by_turns([2, 3, 4, 5], [1, 2, 41, 43]))
-@pytest.mark.parametrize("strategy", ANY_SIZE.values(), ids=ANY_SIZE)
+@pytest.mark.parametrize("strategy", some(ANY_SIZE.values()), ids=ANY_SIZE)
 def test_uneven_last_batches_never_hang(
     strategy: Any, ranks: int, samples: int, tmp_path: Path
 ) -> None:

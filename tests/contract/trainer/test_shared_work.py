@@ -73,13 +73,17 @@ WITH_CHECKPOINTS = [text for text in SELF_PACED if "Switch" not in text]
 
 @pytest.mark.parametrize(
     ("text", "every"),
-    [
-        *some([(text, 3) for text in WITH_CHECKPOINTS]),
-        *(
-            pytest.param(text, None, marks=pytest.mark.lab if text in WITH_CHECKPOINTS[1:] else ())
-            for text in SELF_PACED
-        ),
-    ],
+    some(
+        [
+            *some([(text, 3) for text in WITH_CHECKPOINTS]),
+            *(
+                pytest.param(
+                    text, None, marks=pytest.mark.lab if text in WITH_CHECKPOINTS[1:] else ()
+                )
+                for text in SELF_PACED
+            ),
+        ]
+    ),
 )
 def test_each_sample_is_taken_once(text: str, every: int | None, tmp_path: Path) -> None:
     record = on_eight_nodes(text, tmp_path, steps=10, checkpoint_every=every)

@@ -18,6 +18,7 @@ import yaml
 from tests.support.commands import Started, started
 from tests.support.commands import run as run_command_line
 from tests.support.emulated import LINK, needs_emulation, output, small_cluster, written
+from tests.support.lab import some
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
@@ -106,7 +107,7 @@ def train_for_long(folder: Path, cluster: Cluster) -> Any:
     return started([*arguments, "--cluster", written(cluster, folder)], folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
 def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with train_for_long(tmp_path, small_cluster()) as command:
         pid = command.process.pid

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.lab import some
 
 from orchestra.cli.main import main
 
@@ -72,7 +73,7 @@ def test_the_rule_is_named_in_one_line(name: str, capfd: pytest.CaptureFixture[s
     assert captured.count("\n") == 1, captured
 
 
-@pytest.mark.parametrize("placement", ["dedicated", "beside"])
+@pytest.mark.parametrize("placement", some(["dedicated", "beside"]))
 @pytest.mark.parametrize("rule", ["Seven", "SevenOnArrival"])
 def test_real_processes_end_at_once(
     rule: str, placement: str, capfd: pytest.CaptureFixture[str]

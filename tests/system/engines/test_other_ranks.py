@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.support.commands import run, started
+from tests.support.lab import some
 from tests.support.simulated import run_ranks
 from tests.support.training import TASKS, settings, step_lines
 from tests.support.waiting import wait_until
@@ -142,7 +143,7 @@ def _workers(strategy: Strategy, ranks: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("workers", [(2, 4), pytest.param((4, 2), marks=pytest.mark.lab)])
-@pytest.mark.parametrize("label", usual("zero 3", "two servers", "switch", "local"))
+@pytest.mark.parametrize("label", some(usual("zero 3", "two servers", "switch", "local")))
 def test_the_model_is_taken_over_and_the_budget_completed(
     label: str, workers: tuple[int, int], tmp_path: Path
 ) -> None:

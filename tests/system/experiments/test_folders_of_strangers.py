@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.support.commands import Started
 from tests.support.comparisons import experiment
+from tests.support.lab import some
 from tests.support.recorded import recorded
 
 from orchestra.cli.main import main
@@ -195,7 +196,7 @@ def test_watch_shows_the_runs_of_a_comparison_without_a_plan(
     assert "2 of 2 runs are done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("damage", "name"), damages((*OF_A_RUN, *OF_A_COMPARISON)))
+@pytest.mark.parametrize(("damage", "name"), some(damages((*OF_A_RUN, *OF_A_COMPARISON))))
 def test_report_names_the_damaged_file(
     damage: Callable[[Path], None],
     name: str,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.lab import some
 from tests.support.own_loops import (
     BATCH,
     MOMENTUM,
@@ -215,7 +216,7 @@ REPEATABLE: list[tuple[str, int, Callable[[ByHand, list[list[Taken]]], Vector]]]
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "by_hand"), REPEATABLE)
+@pytest.mark.parametrize(("strategy", "ranks", "by_hand"), some(REPEATABLE))
 def test_parameters_are_those_worked_out_by_hand(
     strategy: str, ranks: int, by_hand: Callable[[ByHand, list[list[Taken]]], Vector]
 ) -> None:
@@ -268,7 +269,7 @@ PACED_LOADERS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "kind"), PACED_LOADERS)
+@pytest.mark.parametrize(("strategy", "kind"), some(PACED_LOADERS))
 def test_at_their_own_pace_workers_come_to_the_optimum(strategy: str, kind: str) -> None:
     """Every sample is read once an epoch, whether work is shared or dealt out."""
     count, epochs = 30, 25

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.commands import torchrun
-from tests.support.lab import by_turns, in_lab
+from tests.support.lab import by_turns, in_lab, some
 from tests.support.own_loops import BATCH, State, Stream, member_of, samples, sgd
 from tests.support.paths import SCRIPTS
 from tests.support.threads import run_ranks
@@ -240,7 +240,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", some(LOADERS))
 def test_the_order_of_any_loader_goes_on(kind: str) -> None:
     through_and_resumed("AllReduce", (2, -1), ranks=2, loader=LOADERS[kind])
 

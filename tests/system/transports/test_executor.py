@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.support.all_schedules import schedules
 from tests.support.interpreter import interpret
+from tests.support.lab import some
 from tests.support.meshes import in_threads, same
 from tests.support.played_rows import memory_before, plan, played, random_vectors
 from tests.support.threads import run_ranks
@@ -126,7 +127,7 @@ def finish(job: Job) -> None:
 # --- bits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, pytest.param(17, marks=pytest.mark.lab)])
+@pytest.mark.parametrize("size", some([1, 2, 3, 4, 5, 8, pytest.param(17, marks=pytest.mark.lab)]))
 def test_all_schedules_give_the_interpreters_bits(size: int) -> None:
     """Lengths with empty pieces, and more than a connection holds."""
     with ranks(size) as group:
