@@ -23,7 +23,7 @@ from orchestra.engines.processes import Outcome, launch
 from orchestra.engines.processes.system import RankPlace
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
-from orchestra.worker.runtime import Runtime, Work, chosen_threads, cpu_quota
+from orchestra.worker.runtime import Runtime, chosen_threads, cpu_quota
 
 TAG = 7
 WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")
@@ -186,35 +186,10 @@ def loop_for_ever(runtime: Runtime, _: None) -> None:
     runtime.transport.receive(1, TAG).wait()
 
 
-def slow_step(runtime: Runtime, seconds: float) -> str:
-    """A step in native code that holds the interpreter: no beat meanwhile."""
-    runtime.reporter.progress(step=1, samples=1)
-    if runtime.rank == 1:
-        runtime.compute.run(Work("gradient", 1), lambda: hold_interpreter(seconds))
-        runtime.transport.send(torch.ones(1), 0, TAG).wait()
-        return "slow"
-    runtime.transport.receive(1, TAG).wait()
-    return "waited"
-
-
 def hold_interpreter(seconds: float) -> None:
     import ctypes
 
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-def expendable_last(runtime: Runtime, folder: Path) -> str:
-    """The last rank may be missed; each runs until its file `end` appears."""
-    if runtime.rank == runtime.ranks - 1:
-        runtime.reporter.expendable(True)
-    runtime.reporter.phase("training")
-    arrive(runtime, folder)
-    step = 0
-    while not (folder / "end").exists():
-        step += 1
-        runtime.reporter.progress(step=step, samples=step)
-        time.sleep(0.01)
-    return "to the end"
 
 
 def notices_loss(runtime: Runtime, folder: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.lab import some
+from tests.support.lab import in_lab, some
 from tests.support.members import wrapped
 from tests.support.simulated import simulated, simulated_here
 from tests.support.timelines import read
@@ -105,7 +105,9 @@ def seconds(
     return (run(2 * STEPS) - run(STEPS)) / STEPS
 
 
-@pytest.mark.parametrize("strategy", ["ParameterServer(servers=8, placement='beside')", "Gossip()"])
+@pytest.mark.parametrize(
+    "strategy", ["ParameterServer(servers=8, placement='beside')", *in_lab(["Gossip()"])]
+)
 def test_a_step_takes_as_long_as_computing(strategy: str, tmp_path: Path) -> None:
     compute = seconds("Single()", tmp_path / "alone", ranks=1)
     assert seconds(strategy, tmp_path / "all") <= 1.05 * compute

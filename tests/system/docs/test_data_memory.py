@@ -14,6 +14,7 @@ EXAMPLES = ROOT / "examples"
 FILE, LIMIT = 112, 80  # megabytes
 
 
+@pytest.mark.lab
 @pytest.mark.skipif(sys.platform != "linux", reason="the example asks Linux for the memory")
 def test_a_file_larger_than_the_limit_of_a_rank(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "data_larger_than_memory.py")]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.support.emulated import LINK, needs_emulation, output, small_cluster, written
+from tests.support.lab import in_lab
 from tests.support.strategy_table import TABLE
 from tests.support.training import settings, train_processes
 from tests.support.waiting import wait_until
@@ -169,7 +170,7 @@ def test_one_process_has_the_best_node(tmp_path: Path) -> None:
     assert record.machine.node == "a"
 
 
-@pytest.mark.parametrize("strategy", ["ring", "asynchronous"])
+@pytest.mark.parametrize("strategy", ["ring", *in_lab(["asynchronous"])])
 def test_a_killed_rank_is_named(strategy: str, tmp_path: Path) -> None:
     """The fault comes 0.2 s after the beginning of a training that would take minutes."""
     cluster = small_cluster(faults=[Death("b", at=0.2)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.commands import Ended, Started, rank_pids, run
 from tests.support.failures import HOST, RING, Gate, entry_of, train
-from tests.support.lab import some
+from tests.support.lab import in_lab, some
 from tests.support.training import step_lines
 from tests.support.waiting import is_running, wait_until
 
@@ -111,9 +111,7 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
     assert_all_was_done_without(tmp_path / "out", 1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "workers"), [pytest.param(BOUNDED, 2, marks=pytest.mark.lab), (BESIDE, 3)]
-)
+@pytest.mark.parametrize(("strategy", "workers"), in_lab([(BOUNDED, 2), (BESIDE, 3)]))
 def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(
     strategy: str, workers: int, tmp_path: Path
 ) -> None:
@@ -187,15 +185,6 @@ def test_an_exception_in_one_ranks_dataset_is_shown(strategy: str, tmp_path: Pat
     for echo in ("PeerLost", "RunAborted", "during handling", "is gone"):
         assert echo not in ended.err
     assert entry_of(tmp_path)["failure"].startswith(first.removeprefix("orchestra: "))
-
-
-def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
-    ended = run(train("hanging", RING, patience=2), tmp_path)
-    assert ended.status == 1
-    (line,) = ended.err.splitlines()
-    assert f" on {HOST} hangs: no progress for " in line
-    assert "waiting for it" in line
-    assert entry_of(tmp_path)["status"] == "failed"
 
 
 def test_a_slow_but_healthy_step_is_not_killed(tmp_path: Path) -> None:

@@ -336,6 +336,7 @@ def test_a_rank_that_is_killed_ends_the_run(hosts: SshHosts, tmp_path: Path) -> 
     assert record(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.lab
 @needs_sshd
 def test_an_elastic_run_goes_on_without_a_host(hosts: SshHosts, tmp_path: Path) -> None:
     with hosts.started([*LONG, "--hosts", "a,b", "--set", "min_ranks=1"], tmp_path) as command:

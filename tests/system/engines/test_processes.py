@@ -25,7 +25,6 @@ from tests.support.paths import ROOT
 from tests.support.rank_programs import Running, pids
 from tests.support.waiting import descendants, is_running, is_stopped, listening_ports, wait_until
 
-from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.control import pack
@@ -209,52 +208,11 @@ def test_a_program_of_the_main_script(tmp_path: Path) -> None:
     assert (done.status, done.out) == (0, "(0, 2, 4)\n"), done.err
 
 
-def test_a_stopped_rank_ends_a_run_that_needs_it(tmp_path: Path) -> None:
-    running = Running(programs.wait_for_last, tmp_path, 3)
-    processes = pids(tmp_path, 3)
-    os.kill(processes[2], signal.SIGSTOP)
-    with pytest.raises(RunFailed, match=r"^rank 2 on \S+ is stopped"):
-        running.outcome()
-    assert not any(map(is_running, processes))
-
-
 def test_a_rank_that_is_stopped_before_it_joins_is_named() -> None:
     stops = programs.StopsAtTheDoor("node", "127.0.0.1", "", "", "", 1, 0, (0.0,))
     assert failure(programs.say_rank, None, 1, places=[stops]) == (
         "rank 0 is stopped (by SIGSTOP or its terminal)"
     )
-
-
-def test_a_run_goes_on_without_a_stopped_expendable_rank_and_takes_it_back(tmp_path: Path) -> None:
-    heard: list[str] = []
-
-    def listen(event: Event | Notice) -> None:
-        if isinstance(event, Notice):
-            heard.append(event.text)
-
-    running = Running(programs.expendable_last, tmp_path, 3, on_event=listen)
-    last = pids(tmp_path, 3)[2]
-    os.kill(last, signal.SIGSTOP)
-    wait_until(lambda: any("is stopped; going on without it" in text for text in heard), "noted")
-    os.kill(last, signal.SIGCONT)
-    wait_until(lambda: any("is back" in text for text in heard), "taken back")
-    (tmp_path / "end").touch()
-    outcome = running.outcome()
-    assert outcome.results == ("to the end",) * 3
-    assert outcome.left_out == {}
-    assert outcome.notices == tuple(heard)
-
-
-def test_a_rank_still_stopped_at_the_end_is_left_out(tmp_path: Path) -> None:
-    running = Running(programs.expendable_last, tmp_path, 2)
-    last = pids(tmp_path, 2)[1]
-    os.kill(last, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(last), "stopped")
-    (tmp_path / "end").touch()
-    outcome = running.outcome()
-    assert outcome.results == ("to the end", None)
-    assert outcome.left_out == {1: "was still stopped at the end"}
-    assert not is_running(last)
 
 
 def test_the_others_learn_that_an_expendable_rank_died(tmp_path: Path) -> None:
@@ -286,12 +244,6 @@ def test_ranks_that_wait_for_each_other_are_named(behind: bool) -> None:
 def test_a_rank_that_computes_without_end_is_named() -> None:
     text = failure(programs.loop_for_ever, None, 2, patience=1.0)
     assert text.startswith(f"rank 1 on {socket.gethostname()} hangs: no progress for ")
-
-
-def test_a_slow_step_that_holds_the_interpreter_is_not_killed() -> None:
-    outcome = launch(programs.slow_step, 4.5, 2, patience=20.0)
-    assert outcome.results == ("waited", "slow")
-    assert outcome.notices == ()
 
 
 def answer(

@@ -124,12 +124,15 @@ def test_an_exception_is_not_restarted(tmp_path: Path) -> None:
     assert entry["restarts"] == []
 
 
-def test_a_hang_is_not_restarted(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_and_not_restarted(tmp_path: Path) -> None:
     words = train("hanging", RING, patience=3)
     ended = run([*words, "--max-restarts", "3"], tmp_path)
     assert ended.status == 1
-    assert "hangs: no progress" in ended.err
-    assert entry_of(tmp_path)["restarts"] == []
+    (line,) = ended.err.splitlines()
+    assert f" on {HOST} hangs: no progress for " in line
+    assert "waiting for it" in line
+    entry = entry_of(tmp_path)
+    assert (entry["status"], entry["restarts"]) == ("failed", [])
 
 
 WITH_LONG_PAUSES = """\
@@ -276,6 +279,7 @@ def test_watchers_see_why_a_run_was_restarted(
         LiveFile(tmp_path, SlowRanks((), lambda _: None)).write()
 
 
+@pytest.mark.lab
 def test_a_lost_fork_server_is_replaced(tmp_path: Path) -> None:
     words = dying(tmp_path, "", 1)
     command = [sys.executable, "-m", "orchestra", *words]

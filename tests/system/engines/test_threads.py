@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.calibrations import CALIBRATION, COSTS, TASK, kept, run_of, t
 from tests.support.commands import Started, torchrun
 from tests.support.emulated import needs_emulation, small_cluster
 from tests.support.free_ports import free_port
+from tests.support.lab import in_lab
 from tests.support.launchers import ended, started
 from tests.support.paths import ROOT
 from tests.support.simulated import FREE, cluster, run_ranks, simulated
@@ -124,6 +126,27 @@ def test_what_the_user_asks_for(text: str | None, number: int | None) -> None:
     assert chosen_threads(environ) == number
 
 
+@pytest.mark.parametrize(("began_with", "number"), [({}, None), ({"OMP_NUM_THREADS": "1"}, 1)])
+def test_a_one_that_torchrun_has_set_itself_is_not_the_users(
+    began_with: dict[str, str], number: int | None
+) -> None:
+    """As its variables when it was started show; here it is the parent of a process."""
+    code = (
+        "import os\n"
+        "from orchestra.worker.runtime import chosen_threads\n"
+        "if os.fork() == 0:\n"
+        "    print(chosen_threads({'OMP_NUM_THREADS': '1', 'TORCHELASTIC_RUN_ID': 'x'}))\n"
+        "else:\n"
+        "    os.wait()\n"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environ | began_with, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert told.stdout.strip() == str(number)
+
+
 def test_local_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting comes first, then the variable, then the share."""
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -195,7 +218,7 @@ def test_two_nodes_of_torchrun_with_the_users_number(started: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("variables", "told"),
-    [({}, "None"), pytest.param({"OMP_NUM_THREADS": "1"}, "1", marks=pytest.mark.lab)],
+    in_lab([({}, "None"), ({"OMP_NUM_THREADS": "1"}, "1")]),
 )
 def test_the_one_that_torchrun_sets_itself_is_not_the_users(
     variables: dict[str, str], told: str, started: Any, tmp_path: Path

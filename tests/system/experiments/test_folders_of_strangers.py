@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.commands import Started
 from tests.support.comparisons import experiment
 from tests.support.lab import some
 from tests.support.recorded import recorded
@@ -65,17 +64,6 @@ def test_reading_a_folder_imports_nothing_that_it_names(
     assert main(["watch", str(comparison)]) == 0
     assert "2 of 2 runs are done" in capsys.readouterr().out
     assert not Path("was run").exists()
-
-
-def test_no_file_of_the_working_folder_stands_in_for_an_installed_package(here: Path) -> None:
-    for name in ("rich", "yaml", "torch", "numpy"):
-        (here / f"{name}.py").write_text(f"open('{name} was run', 'w').close()\n")
-    words = ["train", "--task", "digits", "--strategy", "Single", "--ranks", "1"]
-    command = [sys.executable, "-m", "orchestra", *words, "--set", "steps=1"]
-    with Started(command, here, fresh=True) as process:
-        ended = process.end()
-    assert [path.name for path in here.glob("* was run")] == []
-    assert ended.status == 0, ended.err
 
 
 ESCAPE = "\x1b]0;taken\x07\N{RIGHT-TO-LEFT OVERRIDE}"

@@ -218,6 +218,7 @@ def improves(folder: Path, name: str) -> bool:
     return torch.equal(ours["vector"], other["vector"]) and losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.lab
 def test_dedicated_servers(folder: Path) -> None:
     """They come back for the next Trainer, and end well, also one that was a worker before. First
     the example, whose files are there then."""

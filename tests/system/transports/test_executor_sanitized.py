@@ -38,6 +38,7 @@ def case(schedule: Schedule, length: int, dtype: torch.dtype) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.lab
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:

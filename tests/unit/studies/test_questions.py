@@ -85,6 +85,7 @@ class InThisProcess:
         return [make(job) for job in jobs]
 
 
+@pytest.mark.lab
 def test_answer_has_rows_tests_and_verdicts(tmp_path: Path) -> None:
     question = _scale()
     found = answer(question, carry_out(question, tmp_path, InThisProcess()), "command")  # type: ignore[arg-type]
