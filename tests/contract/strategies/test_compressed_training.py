@@ -327,6 +327,7 @@ def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: 
 # What a checkpoint holds
 
 
+@pytest.mark.lab
 @pytest.mark.parametrize(
     "strategy",
     [

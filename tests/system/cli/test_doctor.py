@@ -72,6 +72,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
         yield made
 
 
+@pytest.mark.lab
 @needs_sshd
 def test_links_of_hosts_are_measured_and_written_as_a_cluster(
     hosts: SshHosts, tmp_path: Path

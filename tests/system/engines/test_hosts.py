@@ -206,6 +206,7 @@ def refusal(hosts: SshHosts, tmp_path: Path, *arguments: str) -> str:
     return line
 
 
+@pytest.mark.lab
 @needs_sshd
 def test_hosts_train_together_with_a_module_of_the_users_own(
     hosts: SshHosts, tmp_path: Path
@@ -290,7 +291,7 @@ LOSSES: list[tuple[Callable[[SshHosts, str], None], str, str]] = [
 
 
 @needs_sshd
-@pytest.mark.parametrize("number", [1, *in_lab([3])])
+@pytest.mark.parametrize("number", in_lab([1, 3]))
 def test_a_run_on_hosts_is_restarted_after_a_loss(
     number: int, hosts: SshHosts, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_without_a_launcher_there_is_nothing_to_measure(
     assert "torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.lab
 def test_two_ranks_of_torchrun_write_the_file_of_this_machine(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from orchestra.cli.main import main\nraise SystemExit(main())\n")

@@ -20,6 +20,7 @@ import pytest
 from tests.support import rank_programs as programs
 from tests.support.commands import Started
 from tests.support.fork_servers import fork_server, parent_of
+from tests.support.lab import in_lab
 from tests.support.meshes import claim_rank, make_certificate, make_tls
 from tests.support.paths import ROOT
 from tests.support.rank_programs import Running, pids
@@ -403,9 +404,7 @@ def own_group() -> Iterator[Any]:
         process.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.lab)]
-)
+@pytest.mark.parametrize("number", in_lab([signal.SIGINT, signal.SIGTERM]))
 def test_ctrl_c_and_sigterm_to_the_group_while_the_fork_server_starts(
     number: signal.Signals, own_group: Any, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_loss_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
     assert entry["parameters_sha256"] == undisturbed["parameters_sha256"]
 
 
+@pytest.mark.lab
 def test_without_checkpoints_it_begins_anew_and_says_what_would_lose_less(tmp_path: Path) -> None:
     ended = run(dying(tmp_path, "1@5", 1), tmp_path)
     assert ended.status == 0, ended.err
@@ -171,6 +172,7 @@ def test_a_loss_after_ctrl_c_is_not_restarted(tmp_path: Path) -> None:
     assert gate.entry()["restarts"] == []
 
 
+@pytest.mark.lab
 def test_python_restarts_too(tmp_path: Path) -> None:
     record = orchestra.train(
         f"tests.support.failing_tasks:dying('{tmp_path}', '0@10')", RING, 2,

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.support.commands import rank_pids, started
 from tests.support.counted import RATE, updates_of
+from tests.support.lab import in_lab
 from tests.support.training import step_lines
 
 SYNCHRONOUS = "ParameterServer(servers=2, replicas=1)"
@@ -118,7 +119,7 @@ def test_a_run_survives_the_death_of_a_server(strategy: str, victim: int, tmp_pa
 
 
 @pytest.mark.parametrize("victim", [2, pytest.param(3, marks=pytest.mark.lab)])
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS])
+@pytest.mark.parametrize("strategy", [*in_lab([SYNCHRONOUS]), ASYNCHRONOUS])
 def test_a_server_dies_while_pushes_are_on_their_way(
     strategy: str, victim: int, tmp_path: Path
 ) -> None:
@@ -131,7 +132,7 @@ def test_a_server_dies_while_pushes_are_on_their_way(
     assert gate.updates() == {60 if strategy == SYNCHRONOUS else 120}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *in_lab([1])])
 def test_a_server_dies_with_the_worker_beside_it(victim: int, tmp_path: Path) -> None:
     """What that one had pushed until then stays: it waited in its fifth step at the latest. The
     others take the rest, and the batch that it held."""
@@ -153,7 +154,7 @@ def test_a_stopped_server_is_left_out_once_all_wait_for_it(tmp_path: Path) -> No
     assert gate.updates() == {120}
 
 
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS])
+@pytest.mark.parametrize("strategy", [SYNCHRONOUS, *in_lab([ASYNCHRONOUS])])
 def test_a_second_death_ends_the_run_by_name(strategy: str, tmp_path: Path) -> None:
     with Gate(strategy, tmp_path) as gate:
         gate.signal(2)

@@ -205,6 +205,7 @@ def test_a_node_of_torchrun_with_two_cores(started: Any, tmp_path: Path) -> None
     assert torchrun_nodes(started, tmp_path, [set(CORES[:2])]) == "(2,)"
 
 
+@pytest.mark.lab
 @needs_two_cores
 def test_two_nodes_of_torchrun_that_share_two_cores(started: Any, tmp_path: Path) -> None:
     assert torchrun_nodes(started, tmp_path, [set(CORES[:2])] * 2) == "(1, 1)"

@@ -136,7 +136,7 @@ def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
         assert f"note: no time for the speed of {len(record['rows'])} candidates" in said
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [*in_lab([1]), 2])
 def test_ctrl_c_ends_a_plan_with_the_answer_so_far(times: int, tmp_path: Path) -> None:
     """Once or twice: the processes end, in good order or at once, and the page is written."""
     command = (

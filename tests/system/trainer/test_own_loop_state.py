@@ -688,6 +688,7 @@ def test_moments_go_into_the_next_loop(strategy: str, loaded: bool) -> None:
 # On processes
 
 
+@pytest.mark.lab
 @pytest.mark.parametrize(
     "strategies",
     [
