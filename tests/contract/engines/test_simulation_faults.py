@@ -384,8 +384,8 @@ def test_a_run_goes_on_without_a_dead_worker(
 
 @pytest.mark.parametrize(
     ("strategy", "victim"),
-    some([(AllReduce(), 1), (AllReduce("native"), 2), (Gossip(), 3), (ParameterServer(), 3),
-          (ParameterServer(placement="beside"), 2), (Prague(), 0), (Prague(2), 3)]),
+    some(some([(AllReduce(), 1), (AllReduce("native"), 2), (Gossip(), 3), (ParameterServer(), 3),
+          (ParameterServer(placement="beside"), 2), (Prague(), 0), (Prague(2), 3)])),
     ids=["ring", "native", "gossip", "server", "worker", "generator of groups",
          "member of a group"],
 )  # fmt: skip

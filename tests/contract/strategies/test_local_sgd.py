@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.lab import some
 from tests.support.quadratic import Vector, final, mean_samples, start
 from tests.support.training import Trained, train_threads
 
@@ -92,7 +93,7 @@ OUTERS = [
 ]
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", some([1, 2, 3]))
 @pytest.mark.parametrize("outer", OUTERS, ids=repr)
 def test_every_outer_optimizer_is_its_papers(outer: Outer, every: int, tmp_path: Path) -> None:
     trained = train(LocalSGD(every, outer=outer), tmp_path)

@@ -146,7 +146,7 @@ def test_slowmo_has_the_rate_of_each_parameters_group(
 
 
 @pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
-@pytest.mark.parametrize(("base", "tau"), [(2, 6), (3, 12), (6, 6)])
+@pytest.mark.parametrize(("base", "tau"), some([(2, 6), (3, 12), (6, 6)], every=3))
 def test_slowmo_with_two_periods_and_its_three_treatments_of_buffers(
     base: int, tau: int, buffers: Any, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.lab import some
 from tests.support.threads import run_ranks
 from tests.support.training import equal, member_of, settings, train_threads
 from torch import Tensor
@@ -27,7 +28,7 @@ BOUNDED = ParameterServer(consistency="bounded", staleness=2, servers=2)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD(lr=0.1, momentum=0.9)", "Adam(lr=0.01)"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", some([1, 2]))
 def test_a_bound_of_0_is_synchronous_bit_for_bit(
     servers: int, optimizer: str, tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_compiled_model_that_runs_eagerly_is_told_once(
     assert [each.startswith("torch.compile has no effect") for each in notices] == [True] * told
 
 
-@pytest.mark.parametrize("model", ["cnn", "tied", "normalised"])
+@pytest.mark.parametrize("model", some(["cnn", "tied", "normalised"]))
 def test_awkward_models(model: str, tmp_path: Path) -> None:
     """A weight and its bias in different units, a weight that is used twice, buffers."""
     check(2, tmp_path, task=f"images(model={model!r})")

@@ -71,15 +71,17 @@ def test_a_steadily_falling_loss_never_switches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "plateau", "step"),
-    [
-        (LossStable(), 12, 17),  # six equal losses: those of the steps 12 to 17
-        (LossStable(source="max"), 12, 17),
-        (LossStable(threshold=0.021), 12, 16),  # one of five changes may be 0.1
-        (LossStable(threshold=0.021, floor=10.0), 12, 6),  # changes are relative to the floor
-        (LossStable(window=2), 7, 8),
-        (LossStable(window=3, every=3), 9, 18),  # three equal means: steps 10 to 18
-        (LossStable(window=2, every="epoch"), 9, 24),  # epochs of 6 steps: 13 to 18, 19 to 24
-    ],
+    some(
+        [
+            (LossStable(), 12, 17),  # six equal losses: those of the steps 12 to 17
+            (LossStable(source="max"), 12, 17),
+            (LossStable(threshold=0.021), 12, 16),  # one of five changes may be 0.1
+            (LossStable(threshold=0.021, floor=10.0), 12, 6),  # changes are relative to the floor
+            (LossStable(window=2), 7, 8),
+            (LossStable(window=3, every=3), 9, 18),  # three equal means: steps 10 to 18
+            (LossStable(window=2, every="epoch"), 9, 24),  # epochs of 6 steps: 13 to 18, 19 to 24
+        ]
+    ),
 )
 def test_a_plateau_switches_at_the_step_that_the_rule_gives(
     rule: LossStable, plateau: int, step: int, tmp_path: Path

@@ -325,7 +325,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
 
 @pytest.mark.parametrize(
     "strategy",
-    [AllReduce(), BESIDE, SYNCHRONOUS["switch to server"][0]],
+    some([AllReduce(), BESIDE, SYNCHRONOUS["switch to server"][0]]),
     ids=["ring", "server", "switch"],
 )
 def test_dropout_repeats_with_its_seed(strategy: Any, tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_a_slow_node_of_a_simulated_cluster(strategy: str, tmp_path: Path) -> No
     assert lost_by_each < found.time.training
 
 
-@pytest.mark.parametrize("strategy", [*WAITING, *LAB])
+@pytest.mark.parametrize("strategy", some([*WAITING, *LAB]))
 def test_a_thin_link_of_a_simulated_cluster(strategy: str, tmp_path: Path) -> None:
     up = cluster("lan_1gbit").nodes[0].up
     assert up is not None
@@ -343,13 +343,15 @@ def test_a_thin_link_of_a_simulated_cluster(strategy: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("strategy", "cause"),
-    [
-        (RING, "compute"),
-        (RING, "link"),
-        pytest.param(ASYNCHRONOUS, "compute", marks=pytest.mark.lab),
-        pytest.param(ASYNCHRONOUS, "link", marks=pytest.mark.lab),
-        pytest.param(SERVERS, "compute", marks=pytest.mark.lab),
-    ],
+    some(
+        [
+            (RING, "compute"),
+            (RING, "link"),
+            pytest.param(ASYNCHRONOUS, "compute", marks=pytest.mark.lab),
+            pytest.param(ASYNCHRONOUS, "link", marks=pytest.mark.lab),
+            pytest.param(SERVERS, "compute", marks=pytest.mark.lab),
+        ]
+    ),
 )
 def test_a_fault_is_told_from_when_on_and_until_when(
     strategy: str, cause: str, tmp_path: Path

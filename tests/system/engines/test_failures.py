@@ -218,11 +218,13 @@ def limited(kilobytes: int, arguments: list[str], cwd: Path) -> Ended:
 
 @pytest.mark.parametrize(
     ("kilobytes", "settings", "file"),
-    [
-        (1, {"checkpoint_every": 5}, "rank-"),
-        (1, {"steps": 1}, "parameters.safetensors"),
-        (9, {"steps": 100}, "steps-rank-"),
-    ],
+    some(
+        [
+            (1, {"checkpoint_every": 5}, "rank-"),
+            (1, {"steps": 1}, "parameters.safetensors"),
+            (9, {"steps": 100}, "steps-rank-"),
+        ]
+    ),
 )
 def test_a_full_disk_is_one_line(
     kilobytes: int, settings: dict[str, Any], file: str, tmp_path: Path

@@ -63,7 +63,7 @@ def train(strategy: str, *changes: str) -> int:
     return main(words)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES))
 def test_the_rule_is_named_in_one_line(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     arguments, message = CASES[name]
     assert train(f"ParameterServer({arguments.format(RULES)})", *SIMULATED) == 1

@@ -227,7 +227,7 @@ def test_watch_names_the_damaged_file(
     assert line.startswith(f"orchestra: {path}")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some(DAMAGES))
 def test_watch_does_without_a_damaged_file_that_grows(
     damage: Callable[[Path], None], comparison: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,7 +303,7 @@ def test_uneven_data_never_hangs(strategy: str, count: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in order", "stream"])
-@pytest.mark.parametrize("count", [1, 7, 9])
+@pytest.mark.parametrize("count", some([1, 7, 9]))
 @pytest.mark.parametrize("strategy", ["AllReduce('ring')", BESIDE, NEVER])
 def test_uneven_data_counts_each_sample_once(strategy: str, count: int, kind: str) -> None:
     """Three workers equal one process with the samples of all three, weighted by their number."""
@@ -374,7 +374,7 @@ def taken_by(
     return epochs
 
 
-@pytest.mark.parametrize(("strategy", "held"), SELF_PACED)
+@pytest.mark.parametrize(("strategy", "held"), some(SELF_PACED))
 def test_who_is_free_takes_the_next_batch(strategy: str, held: int) -> None:
     """One is held at its fifth batch until the others have taken 16; every sample is read once an
     epoch."""

@@ -183,7 +183,7 @@ def of_all(count: int = COUNT) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_size=RANKS * BATCH)
 
 
-@pytest.mark.parametrize("strategy", IN_BACKWARD + IN_STEP)
+@pytest.mark.parametrize("strategy", some(IN_BACKWARD + IN_STEP))
 def test_it_trains_as_one_process(strategy: str) -> None:
     loops = EVERYWHERE + (AVERAGED if strategy in IN_BACKWARD else [])
     for loop in loops:

@@ -404,7 +404,7 @@ WORKERS = {  # of three ranks
 
 @pytest.mark.parametrize(
     ("strategy", "when"),
-    by_turns([*WORKERS], ["before distribute", "after it", "in mid-training"]),
+    some(by_turns([*WORKERS], ["before distribute", "after it", "in mid-training"])),
 )
 def test_what_is_loaded_counts(strategy: str, when: str) -> None:
     """Model and optimizer go on from files of plain PyTorch, whose files they write; what is loaded
@@ -655,7 +655,7 @@ def test_moments_on_one_rank_only_are_refused() -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("strategy", ["AllReduce", SHARDED, "ParameterServer", BESIDE])
+@pytest.mark.parametrize("strategy", some(["AllReduce", SHARDED, "ParameterServer", BESIDE]))
 def test_moments_go_into_the_next_loop(strategy: str, loaded: bool) -> None:
     """Two loops with one optimizer are one of two epochs; dedicated servers come back between. What
     was loaded since the last step takes the place of what was trained."""

@@ -13,6 +13,7 @@ import threading
 import pytest
 import torch
 from tests.support import meshes
+from tests.support.lab import some
 from tests.support.meshes import (
     connect,
     exchange,
@@ -124,7 +125,7 @@ def arrived(connection: socket.socket) -> int:
 # --- messages --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", some([2, 3, 5]))
 def test_random_messages_arrive_whole_and_in_order(size: int) -> None:
     with mesh(size) as transports:
         for seed in range(4):

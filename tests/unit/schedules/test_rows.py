@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.support.all_schedules import RANKS, lengths, schedules
 from tests.support.interpreter import interpret, memories_before, sum_of_slots
-from tests.support.lab import in_lab
+from tests.support.lab import in_lab, some
 
 from orchestra.schedules import Schedule
 from orchestra.schedules.rows import Rows, rows_of
@@ -108,7 +108,7 @@ def edges_of(schedule: Schedule, order: random.Random) -> Iterator[tuple[int, ..
             yield (0, *sorted(cuts), 12)
 
 
-@pytest.mark.parametrize("ranks", [*RANKS[:9], *in_lab(RANKS[9:])])
+@pytest.mark.parametrize("ranks", some([*RANKS[:9], *in_lab(RANKS[9:])]))
 def test_rows_give_the_bits_of_the_rounds_and_never_get_stuck(ranks: int) -> None:
     order, draw = random.Random(ranks), np.random.default_rng(ranks)
     for schedule in schedules(ranks):
