@@ -126,7 +126,7 @@ def test_an_exception_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named_and_not_restarted(tmp_path: Path) -> None:
-    words = train("hanging", RING, patience=3)
+    words = train("hanging", RING, patience=3, checkpoint_every=40)
     ended = run([*words, "--max-restarts", "3"], tmp_path)
     assert ended.status == 1
     (line,) = ended.err.splitlines()
