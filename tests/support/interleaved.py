@@ -25,7 +25,7 @@ from orchestra.transports.large_messages import byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import Traffic
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 Pair = tuple[int, int]

@@ -75,7 +75,7 @@ def connect(
             listeners[rank],
             TOKEN,
             tls=tls,
-            timeout=30,
+            timeout=120,
             compiled=tls is None and executor.is_there(),
             on_flow_start=on_flow_start,
         )

@@ -68,7 +68,7 @@ class FreeCompute:
         """Time passes by itself."""
 
 
-def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60.0) -> list[Any]:
+def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 120.0) -> list[Any]:
     """What `program` returns on each rank; raises what the first failing rank raised.
 
     That one ends the others, as the watcher of a run does: a rank beside whose worker a server has

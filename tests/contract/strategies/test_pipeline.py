@@ -185,7 +185,7 @@ class Meeting(FreeCompute):
         if work.kind == "forward":
             self.number -= 1
             if self.number == -1 and self.barrier is not None:
-                self.barrier.wait(timeout=30)
+                self.barrier.wait(timeout=120)
         return function()
 
 

@@ -71,7 +71,7 @@ def test_settings_of_all_tasks_need_no_torch() -> None:
         "for name in TASKS.names(): TASKS.resolve(name, where=name)\n"
         "sys.exit(bool({'torch', 'numpy', 'sklearn', 'safetensors'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # Images

@@ -392,4 +392,4 @@ def test_loads_without_torch_and_numpy() -> None:
         "load_cluster('stragglers(4)', where='x', folder=Path()); "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)
