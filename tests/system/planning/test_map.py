@@ -391,10 +391,13 @@ def test_a_link_that_is_faster_makes_no_strategy_slower(folder: Path) -> None:
         assert times[slow, y]["one process"] == pytest.approx(times[fast, y]["one process"])
 
 
-def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_out_of_reach_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "EVERYWHERE", {"ring": candidates.EVERYWHERE["ring"]})
     status = main([
         "map", "--task", "digits", "--cluster", "lan_1gbit(nodes=2)", "--x", "bandwidth", "--y",
-        "latency", "--points", "2", "--minutes", "0.1", "--target", "loss<=0.00001", "--out",
+        "latency", "--points", "2", "--minutes", "10", "--target", "loss<=0.00001", "--out",
         str(tmp_path / "out"), "--set", "steps=4", "--set", "calibration=none", "--set",
         "seeds=[0]",
     ])  # fmt: skip
