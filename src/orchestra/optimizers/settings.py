@@ -91,6 +91,19 @@ class Optimizer(Settings):
         return str(Call(self.name, (), self.arguments))
 
 
+ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
+"""Optimizers whose learning rate follows the square root of the batch size."""
+
+
+def rate_factor(optimizer: Optimizer, batch_ratio: float) -> float:
+    """Return the factor of the learning rate for `batch_ratio` times as many samples per step.
+
+    The factor is `batch_ratio` for SGD (Goyal et al., 2017), and its square root for Adam and its
+    kin (Malladi et al., NeurIPS 2022).
+    """
+    return math.sqrt(batch_ratio) if optimizer.name in ADAPTIVE else batch_ratio
+
+
 @runtime_checkable
 class RateSchedule(Protocol):
     """The learning rate as a function of the samples that the whole cluster has consumed."""

@@ -15,7 +15,7 @@ from orchestra.cluster.file import cluster_text
 from orchestra.engines.simulation.costs import FLOPS
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
-from orchestra.optimizers.settings import Optimizer
+from orchestra.optimizers.settings import rate_factor
 from orchestra.records.files import write_atomically
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy, refusal_of
@@ -24,9 +24,6 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import strategy_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
-
-ADAPTIVE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad")
-"""Optimizers whose learning rate is scaled by the batch's square root; others' in proportion."""
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
 """The global batches to try, relative to the experiment's."""
@@ -206,7 +203,7 @@ class Space:
         if kept:
             # The experiment's own rate again, in place of the scaled one
             training = training.with_setting("optimizer", optimizer)
-            rate = 1 / scaled_rate(optimizer, batch)
+            rate = 1 / rate_factor(optimizer, batch)
         name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
         run = self._run(name, Single(), training)
         return Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
@@ -266,7 +263,7 @@ class Space:
             # Candidates are stopped and resumed by the search itself
             checkpoint_every=None, trace_steps=0, record_order=False, tensorboard=False,
         )  # fmt: skip
-        return _at_rate(training, scaled_rate(given.optimizer, ranks * of_rank / whole))
+        return _at_rate(training, rate_factor(given.optimizer, ranks * of_rank / whole))
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
@@ -290,15 +287,6 @@ def with_rates(candidate: Candidate) -> list[Candidate]:
         name = f"{candidate.name}, rate x {rate:g}"
         found.append(replace(candidate, name=name, run=run, rate=rate))
     return found
-
-
-def scaled_rate(optimizer: Optimizer, batch: float) -> float:
-    """Return the factor on the learning rate for `batch` times the samples in a step.
-
-    In proportion for SGD (Goyal et al., 2017), by the square root for Adam and its kin (Malladi et
-    al., NeurIPS 2022).
-    """
-    return float(batch**0.5) if optimizer.name in ADAPTIVE else batch
 
 
 def short(run: Run, steps: int = 0, *, values: bool = False) -> Run:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Phased, Roles, Strategy
+from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch_rules import LossStable, Rule
 from orchestra.strategies.traits import Partition, Traits, WorkMode
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,6 +67,13 @@ class Switch(Phased):
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
                     "can go on with: use it alone"
                 )
+        entered = phases(self.then)[0]
+        server_divides = isinstance(entered, ParameterServer) and entered.learning_rate == "divided"
+        if self.learning_rate == "divided" and server_divides:
+            raise InputError(
+                f"Switch: learning_rate='divided' and {entered!r} would both divide the learning "
+                "rate by the number of workers: leave it out of one of them"
+            )
         first = self.first
         averages = isinstance(first, AllReduce) and first.shard == "nothing" and not first.backup
         if self.when.reads_gradients and not averages:

@@ -17,6 +17,7 @@ from orchestra.data import shares_of
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.errors import GroupChanged, InputError, PeerLost, RunFailed
 from orchestra.exchange import start_together
+from orchestra.optimizers.settings import rate_factor
 from orchestra.optimizers.state import (
     random_state,
     require_alike,
@@ -542,13 +543,13 @@ class Session(Loop):
 
     def _resize_batch(self) -> float:
         """Let the samples of a step follow the number of ranks, if they are to; return the factor
-        for the learning rate: Goyal et al. (2017), the linear scaling rule."""
+        for the learning rate."""
         before, ranks = self.begun_on, self.training.ranks
         if self.training.resized_batch == "kept":
             return 1.0
         self.begun_on = ranks
         self._deal_out()
-        return ranks / before
+        return rate_factor(self.training.optimizer, ranks / before)
 
     def _ranges(self) -> Sequence[ModelRange]:
         """Return where the parameters of this rank lie in those of the whole model."""

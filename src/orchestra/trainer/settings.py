@@ -174,7 +174,8 @@ class Training(Settings):
     resized_batch: Literal["kept", "scaled"] = setting(
         "kept",
         "on another number of ranks, after losses, joins or a resumption, a step has as many "
-        "samples as before; or as many a rank, and the learning rate is scaled with them",
+        "samples as before; or as many a rank, and the learning rate follows the step's samples: "
+        "in proportion, or by the square root for Adam and its kin",
     )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
     # At most 5.8 days: four times the patience is waited, and a selector takes 24.8 days.

@@ -481,6 +481,15 @@ def test_the_noise_scale_needs_averaged_gradients() -> None:
             Switch(first, AllReduce(), when=AfterSteps(5) & NoiseScale())
 
 
+def test_switch_and_server_do_not_both_divide_the_learning_rate() -> None:
+    server = ParameterServer(consistency="asynchronous", learning_rate="divided")
+    for then in (server, Switch(server, AllReduce(), moments="reset")):
+        with pytest.raises(InputError, match="would both divide the learning rate"):
+            Switch(AllReduce("ring"), then, learning_rate="divided")
+    Switch(AllReduce("ring"), server)
+    Switch(AllReduce("ring"), ASYNCHRONOUS, learning_rate="divided")
+
+
 def test_phases_have_to_agree_on_the_processes() -> None:
     with pytest.raises(InputError, match="different numbers of processes"):
         Switch(AllReduce(), Single()).roles(3)

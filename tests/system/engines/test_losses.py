@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -231,15 +232,22 @@ def test_moments_of_a_lost_server_are_those_of_the_newest_checkpoint(
         assert any(handed) == (every is not None)
 
 
-def test_the_batch_and_the_rate_may_shrink_with_the_ranks(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_every": 4, "resized_batch": "scaled"}
+@pytest.mark.parametrize(
+    ("optimizer", "factor"), [("SGD(lr=0.01)", 3 / 4), ("AdamW(lr=0.01)", math.sqrt(3 / 4))]
+)
+def test_the_batch_and_the_rate_may_shrink_with_the_ranks(
+    optimizer: str, factor: float, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "checkpoint_every": 4, "resized_batch": "scaled", "optimizer": optimizer,
+    }  # fmt: skip
     at_once = train(tmp_path / "at once", "AllReduce('ring')", "3@5", **options)
     lines = [
         (line["step"], line["consumed"], line["rates"])
         for line in step_lines(tmp_path / "at once", 0)
     ]
     assert lines[3] == (4, 4 * 32, [0.01])
-    assert lines[4] == (5, 4 * 32 + 24, [0.01 * 3 / 4])
+    assert lines[4] == (5, 4 * 32 + 24, [0.01 * factor])
     assert at_once.learned.samples == 20 * 4 * 8
     assert at_once.batching.global_batch == 4 * 8
     options["min_ranks"] = None

@@ -23,9 +23,10 @@ from orchestra.engines.simulation import trials
 from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
+from orchestra.optimizers.settings import rate_factor
 from orchestra.planning.answer import PlanAnswer, Verified, adaptive, answered
 from orchestra.planning.api import real_run
-from orchestra.planning.candidates import Space, scaled_rate, short
+from orchestra.planning.candidates import Space, short
 from orchestra.planning.page import write_page
 from orchestra.planning.race import SearchBudget, TrialRequest
 from orchestra.planning.search import Search
@@ -146,7 +147,7 @@ def test_the_learning_rate_goes_with_the_batch(tmp_path: Path) -> None:
         found = found_on("lan_1gbit(nodes=2)", tmp_path, optimizer=optimizer)
         four = found["one process, batch x 4"].run.training.optimizer
         assert four.arguments["lr"] == pytest.approx(rate)
-        assert scaled_rate(four, 1.0) == 1.0
+        assert rate_factor(four, 1.0) == 1.0
         kept = found["one process, batch x 0.25, rate kept"]
         assert kept.run.training.optimizer.arguments["lr"] == 0.1
         assert kept.learns_as != found["one process, batch x 0.5, rate kept"].learns_as
