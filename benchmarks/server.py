@@ -43,7 +43,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.transports.protocol import Group
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 from orchestra.worker.worker import Step, Worker
 
 OURS = ParameterServer(consistency="asynchronous")
@@ -157,7 +157,7 @@ def pushes_of(size: str, block_bytes: int) -> int:
 
 def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, list[float]]]:
     """On each rank, the last being the server: the seconds of each contestant's blocks, by size."""
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     join_gloo(runtime, str(Path(assignment.store) / "gloo"))
     agents = functools.partial(_rpc_agents, runtime, assignment.store, itertools.count())
     make = {GLOO: _gloo, RPC: _rpc, RAY: _ray, BARE: _bare}

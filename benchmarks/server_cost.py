@@ -32,7 +32,7 @@ from orchestra.tasks import Synthetic
 from orchestra.tasks.regression import synthetic
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 from orchestra.worker.worker import Step, Worker
 
 RANKS = 2
@@ -127,7 +127,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> dict[str, list[float]]:
 
     The first round warms up.
     """
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     size = assignment.size
     seconds: dict[str, list[float]] = {name: [] for name in size.contestants}
     for number in range(assignment.rounds + 1):

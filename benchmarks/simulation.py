@@ -34,7 +34,7 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.task import load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
-from orchestra.worker.runtime import Reporter, Runtime, SilentReporter
+from orchestra.worker.runtime import RankActivity, Reporter, Runtime, SilentReporter
 
 SIMULATED, PLAIN = "simulated", "plain steps"
 ROUNDS = 40
@@ -96,7 +96,7 @@ def measured(contest: SimulationContest, on_progress: Progress | None = None) ->
 def measure(runtime: Runtime, contest: SimulationContest) -> Seconds:
     """The seconds of each one's blocks."""
     torch.set_num_threads(1)  # as the ranks of a simulation have
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     referee = _Referee(runtime.reporter, contest)
     _simulate(contest, referee)
     return referee.blocks

@@ -12,7 +12,7 @@ from tests.support.rank_programs import TAG, arrive
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import GroupChanged, PeerLost
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def sums(runtime: Runtime, losses: Losses) -> tuple[tuple[int, ...], list[int]]:
     """
     reporter, first = runtime.reporter, runtime.slot
     reporter.elastic("sums")
-    reporter.phase("training")
+    reporter.activity(RankActivity.TRAINING)
     arrive(runtime, losses.folder)
     found: list[int] = []
     while len(found) < losses.steps:

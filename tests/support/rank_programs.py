@@ -23,7 +23,7 @@ from orchestra.engines.processes import Outcome, launch
 from orchestra.engines.processes.system import RankPlace
 from orchestra.transports import compiled
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
-from orchestra.worker.runtime import Runtime, chosen_threads, cpu_quota
+from orchestra.worker.runtime import RankActivity, Runtime, chosen_threads, cpu_quota
 
 TAG = 7
 WHERE_COMPILED = pytest.mark.skipif(not compiled.is_there(), reason="nothing was compiled")
@@ -108,7 +108,7 @@ def arrive(runtime: Runtime, folder: Path) -> None:
 def wait_for_last(runtime: Runtime, folder: Path) -> None:
     """All but the last rank wait for a message that the last never sends."""
     arrive(runtime, folder)
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     if runtime.rank == runtime.ranks - 1:
         wait_until((folder / "never").exists, "a file that no test makes")
     runtime.transport.receive(runtime.ranks - 1, TAG).wait()
@@ -196,7 +196,7 @@ def notices_loss(runtime: Runtime, folder: Path) -> str:
     """Rank 0 waits for anybody, and is told of the rank that it will not hear of."""
     from orchestra.errors import PeerLost
 
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     if runtime.rank == 1:
         runtime.reporter.expendable(True)
         arrive(runtime, folder)
@@ -213,7 +213,7 @@ def loses_connection_to_rank_that_ends(runtime: Runtime, folder: Path) -> str:
     knows of that end, and then reads what rank 1 has sent."""
     from orchestra.errors import PeerLost
 
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     is_cut, is_known = folder / "cut", folder / "known"
     if runtime.rank == 1:
         runtime.transport.send(torch.tensor(7), 2, TAG).wait()
@@ -323,7 +323,7 @@ def faults_of_freed_memory(runtime: Runtime, rounds: int) -> int:
         while parts:
             parts.pop()
 
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     for _ in range(5):
         take()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -22,7 +22,7 @@ from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.tasks.task import load_task
 from orchestra.transports.protocol import Transport
 from orchestra.transports.shared_memory import CHUNK_BYTES
-from orchestra.worker.runtime import Runtime, usable_cores
+from orchestra.worker.runtime import RankActivity, Runtime, usable_cores
 
 SMALL = 4096  # the bytes of a vector that takes no time beside the collective itself
 LARGE = (1 << 18, 1 << 20, 4 << 20, 16 << 20)  # the bytes of vectors that do take time
@@ -52,7 +52,7 @@ def measure_memory(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Time
     """Measure all-reduces of several sizes, on at least three ranks."""
     torch.set_num_threads(1)
     transport, kept, (seconds, until) = runtime.transport, Conditions(), allowed
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     all_cores = max(2, min(len(usable_cores()), runtime.ranks))
     # Small vectors for what a collective and a barrier take, large ones for the copies
     cases = [(2, SMALL), (runtime.ranks, SMALL), *((all_cores, size) for size in LARGE)]
@@ -134,7 +134,7 @@ def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, floa
     """
     torch.set_num_threads(1)
     step = _step_of(order)
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     cores = max(runtime.ranks - 1, 1)
     shared, turns, kept = [], [], Conditions()
     budget = TimeBudget(order.until, 3 * TURNS)

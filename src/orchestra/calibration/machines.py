@@ -28,7 +28,7 @@ from orchestra.data.feed import open_samples
 from orchestra.engines.processes.environment import Launched
 from orchestra.tasks.task import load_task
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime, usable_cores
+from orchestra.worker.runtime import RankActivity, Runtime, usable_cores
 
 TRIED, LEAST, MOST = 1 << 16, 1 << 16, 16 << 20
 """The bytes of the first message, which determines the size of the others; their least and most
@@ -87,7 +87,7 @@ def measure_machines(runtime: Runtime, order: tuple[str, int]) -> dict[str, Any]
     """
     torch.set_num_threads(1)
     transport, rank = runtime.transport, runtime.rank
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     # Ranks cannot tell by themselves where the next node begins: nodes may have unlike numbers
     own = rank if runtime.local_rank == 0 else None
     firsts = [r for r in range(runtime.ranks) if total(transport, float(r == own))]

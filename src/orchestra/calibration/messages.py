@@ -30,7 +30,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 """The bytes of the measured messages."""
@@ -113,7 +113,7 @@ def _in_every_size(
 ) -> MessageTimes:
     torch.set_num_threads(1)
     transport = runtime.transport
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
 
     def between(size: int) -> Sequence[list[float]]:
         times = back_and_forth(

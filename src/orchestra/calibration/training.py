@@ -41,7 +41,7 @@ from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 SLICES = (1, 2, 4, 8)
 """Numbers of servers over which parameters are divided to measure the optimizer."""
@@ -102,7 +102,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Conditio
     kept, task = meter.kept, meter.task
     module = task.model()
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    runtime.reporter.activity(RankActivity.TRAINING)  # so that memory is kept as it is there
     timings = []
     with kept.watched(1):
         updates = _updates(module, order, kept, meter.budget)
@@ -138,7 +138,7 @@ def measure_gradient(runtime: Runtime, order: Workload) -> tuple[list[float], Co
     """Measure a gradient of the batch asked for, with one thread, on the only rank."""
     torch.set_num_threads(1)
     meter = _Meter(runtime, order)
-    runtime.reporter.phase("training")
+    runtime.reporter.activity(RankActivity.TRAINING)
     meter.budget = TimeBudget(order.until, 1)
     with meter.kept.watched(1):
         return meter.steps(1, order.batch_size)["gradient"], meter.kept

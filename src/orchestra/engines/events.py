@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed, text_of
 from orchestra.records.report import Counters
+from orchestra.worker.runtime import RankActivity
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Heartbeat(OfRank):
     samples: int = 0
     loss: float | None = None
     fraction: float | None = None  # of the run's budget that the cluster has consumed
-    phase: str = "set-up"
-    activity: int = 0  # changes whenever anything progressed
+    activity: RankActivity = RankActivity.SET_UP
+    progress: int = 0  # changes whenever anything progressed
     waits_for: tuple[int, ...] = ()  # ranks any of which may release it
     waits_what: str = ""  # what it waits for, in words
     expendable: bool = False  # the run can go on without it

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
-from orchestra.worker.runtime import JOINING, RESTING, SPARE
+from orchestra.worker.runtime import RankActivity
 
 Refusal = Callable[[int], str | None]
 """Why a run cannot go on with so many ranks; None if it can."""
@@ -80,11 +80,6 @@ class State(enum.Enum):
     LEFT_OUT = "was left out"
 
 
-SET_UP = "set-up"
-SERVING = "serving"
-SCRIPT_OVER = "script over"
-"""The phase of a rank whose program is a script of the user's that has come to its end."""
-
 ALIVE = (State.RUNNING, State.STOPPED)
 
 
@@ -111,12 +106,15 @@ class WatchedRank:
 
     @property
     def leaving(self) -> bool:
-        return self.state not in ALIVE or self.beat.phase in ("leaving", SCRIPT_OVER)
+        return self.state not in ALIVE or self.beat.activity in (
+            RankActivity.LEAVING,
+            RankActivity.SCRIPT_OVER,
+        )
 
     @property
     def is_new(self) -> bool:
         """True of a newcomer that has not trained with the others yet."""
-        return self.beat.phase in (JOINING, SPARE)
+        return self.beat.activity in (RankActivity.JOINING, RankActivity.SPARE)
 
 
 @dataclass(frozen=True)
@@ -324,13 +322,13 @@ class FailureDetector:
 
     def _beat(self, member: WatchedRank, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
-        if beat.activity != member.beat.activity or back:
+        if beat.progress != member.beat.progress or back:
             member.active_at = self._now
         member.beat = beat
         if back:
             member.state = State.RUNNING
             self._notice(f"{member.name} is back")
-        if beat.phase == RESTING:
+        if beat.activity is RankActivity.RESTING:
             self._look_after_newcomers()
 
     def _failed(self, member: WatchedRank, failure: events.Failure) -> None:
@@ -343,7 +341,7 @@ class FailureDetector:
             seconds = 0.0 if failure.lost in self.left_out else self.limits.cause
             self._consequences.append((self._now + seconds, member, failure))
             return
-        if failure.bad_input and member.beat.phase == SET_UP:
+        if failure.bad_input and member.beat.activity is RankActivity.SET_UP:
             self.bad_input = failure.message
         self._fail(events.failed_text(member.name, failure))
 
@@ -361,7 +359,7 @@ class FailureDetector:
         expendable = self._is_expendable(member)
         regroups = loss and not expendable and self._are_elastic()
         goes_on = expendable or regroups
-        left += len(self._ready(SPARE)[:1]) if regroups else 0
+        left += len(self._ready(RankActivity.SPARE)[:1]) if regroups else 0
         if goes_on and left < self._min_ranks:
             count = "1 rank is left" if left == 1 else f"{left} ranks are left"
             self._fail(f"{member.name} {how}; {count}, of {self._min_ranks} at least", loss=loss)
@@ -380,7 +378,7 @@ class FailureDetector:
 
     def _is_expendable(self, member: WatchedRank) -> bool:
         """Return whether all others go on in place without it; none of them does in its set-up."""
-        setting_up = any(m.beat.phase == SET_UP for m in self._in(*ALIVE))
+        setting_up = any(m.beat.activity is RankActivity.SET_UP for m in self._in(*ALIVE))
         return member.beat.expendable and not setting_up
 
     def _are_elastic(self) -> bool:
@@ -397,8 +395,8 @@ class FailureDetector:
 
     def _regroup_without(self, member: WatchedRank, how: str) -> None:
         self._leave_out(member, how)
-        spares = self._ready(SPARE)[:1]
-        ranks = self._regroup([*spares, *self._ready(JOINING)])
+        spares = self._ready(RankActivity.SPARE)[:1]
+        ranks = self._regroup([*spares, *self._ready(RankActivity.JOINING)])
         instead = f"; {spares[0].name} takes its place" if spares else ""
         self._notice(f"{member.name} {how}{instead}; going on with {ranks}")
 
@@ -452,13 +450,13 @@ class FailureDetector:
         if not members:
             for newcomer in list(self._newcomers.values()):
                 self._refuse(newcomer, events.RUN_OVER)
-        phases = {m.beat.phase for m in members}
-        if self._asked_to_rest and phases == {RESTING} and self.cause is None:
+        activities = {m.beat.activity for m in members}
+        if self._asked_to_rest and activities == {RankActivity.RESTING} and self.cause is None:
             self._take_in(self._come())
         elif self._newcomers and self._are_elastic() and not self.stopped:
             rest_first = any(m.beat.rests for m in members)
-            phases -= {SERVING} if rest_first else set()
-            if phases == {"training"} and (come := self._come()):
+            activities -= {RankActivity.SERVING} if rest_first else set()
+            if activities == {RankActivity.TRAINING} and (come := self._come()):
                 if not rest_first:
                     self._take_in(come)
                 elif not self._asked_to_rest:
@@ -467,7 +465,10 @@ class FailureDetector:
 
     def _come(self) -> list[WatchedRank]:
         """Return those who are to be taken in."""
-        return [*self._ready(JOINING), *self._ready(SPARE)[: self._vacant]]
+        return [
+            *self._ready(RankActivity.JOINING),
+            *self._ready(RankActivity.SPARE)[: self._vacant],
+        ]
 
     def _take_in(self, come: Sequence[WatchedRank]) -> None:
         """Go on in a new group with the newcomers that `come`. Some of them may have left since."""
@@ -476,15 +477,15 @@ class FailureDetector:
             names = ", ".join(newcomer.name for newcomer in come)
             self._notice(f"{names} joins; going on with {ranks}")
 
-    def _ready(self, phase: str) -> list[WatchedRank]:
-        """Return the newcomers in `phase` that can go on with the members; refuse those that train
-        something else, or would be too many."""
+    def _ready(self, activity: RankActivity) -> list[WatchedRank]:
+        """Return the newcomers with this `activity` that can go on with the members; refuse those
+        that train something else, or would be too many."""
         found: list[WatchedRank] = []
         there = len(self._in(State.ABSENT, *ALIVE))
         program = next((m.beat.elastic for m in self._in(*ALIVE)), "")
         for newcomer in list(self._newcomers.values()):
             silent = self._now - newcomer.seen_at > self.limits.silence
-            if newcomer.beat.phase != phase or silent:
+            if newcomer.beat.activity is not activity or silent:
                 continue
             if newcomer.beat.elastic != program:
                 self._refuse(
@@ -492,7 +493,9 @@ class FailureDetector:
                     "its model, data or version of Orchestra is not that of the run: let it find "
                     "the same task",
                 )
-            elif phase == JOINING and (why := self._refusal(there + len(found) + 1)):
+            elif activity is RankActivity.JOINING and (
+                why := self._refusal(there + len(found) + 1)
+            ):
                 self._refuse(newcomer, f"it would be one rank too many: {why}")
             else:
                 found.append(newcomer)
@@ -590,7 +593,7 @@ class FailureDetector:
     ) -> None:
         """End the run, as `member` cannot go on without a rank that has `ended` in good order."""
         # Of a run of ours all ranks end together: there a connection is gone.
-        if ended.beat.phase in ("leaving", "evaluating"):
+        if ended.beat.activity in (RankActivity.LEAVING, RankActivity.EVALUATING):
             self._fail(events.failed_text(member.name, failure), loss=True)
         else:
             self._parted(ended, member)
@@ -625,7 +628,12 @@ class FailureDetector:
         accused = Counter(lost for _, lost in self._accusations)
         worse = max(
             [m for m in pair if m.is_new or (m.state in ALIVE and self._is_expendable(m))] or pair,
-            key=lambda m: (m.is_new, accused[m.rank], m.beat.phase != SERVING, m.rank),
+            key=lambda m: (
+                m.is_new,
+                accused[m.rank],
+                m.beat.activity is not RankActivity.SERVING,
+                m.rank,
+            ),
         )
         whom = pair[worse is member]
         if worse.is_new:
@@ -645,7 +653,9 @@ class FailureDetector:
             return  # all others wait for it, which `_late` decides about
         under_way = any(m.beat.step > 0 for m in self._members.values())
         alive = {m.rank for m in self._in(*ALIVE)}
-        over = {rank for rank in alive if self._members[rank].beat.phase == SCRIPT_OVER}
+        over = {
+            rank for rank in alive if self._members[rank].beat.activity is RankActivity.SCRIPT_OVER
+        }
         limit = patience if under_way else 3 * patience
         if over and over != alive:
             limit = min(limit, self.limits.parting)
@@ -683,7 +693,11 @@ class FailureDetector:
         whats = {rank: beat.waits_what for rank, beat in beats.items()}
         states = {m.rank: m.state.value for m in self._members.values()}
         text = f"the run hangs: {events.follow_waits(waits, whats, states)}"
-        steps = {rank: beat.step for rank, beat in beats.items() if beat.phase != SERVING}
+        steps = {
+            rank: beat.step
+            for rank, beat in beats.items()
+            if beat.activity is not RankActivity.SERVING
+        }
         if len({*steps.values()}) > 1:
             first, last = (each(steps, key=steps.__getitem__) for each in (max, min))
             text += f"; rank {first} is at step {steps[first]}, rank {last} at {steps[last]}"
@@ -700,13 +714,15 @@ class FailureDetector:
 
         One that leaves may well wait for the slowest.
         """
-        if member.beat.phase == "paused":
+        if member.beat.activity is RankActivity.PAUSED:
             return False
-        return member.beat.phase != "leaving" or all(m.leaving for m in self._members.values())
+        return member.beat.activity is not RankActivity.LEAVING or all(
+            m.leaving for m in self._members.values()
+        )
 
     def _idle_text(self, member: WatchedRank, idle: float) -> str:
         beat = member.beat
-        parts = [f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.phase})"]
+        parts = [f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.activity})"]
         waiters = [m.rank for m in self._members.values() if member.rank in m.beat.waits_for]
         if waiters:
             who = f"rank {waiters[0]}" if len(waiters) == 1 else f"ranks {waiters}"
@@ -716,7 +732,7 @@ class FailureDetector:
     def _only_stopped_missing(self) -> None:
         """Give up stopped ranks once all others leave, or serve only."""
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
-        waiting = all(m.leaving or m.beat.phase == SERVING for m in others)
+        waiting = all(m.leaving or m.beat.activity is RankActivity.SERVING for m in others)
         if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):
             for member in self._in(State.STOPPED):
                 self._give_up(member, "was still stopped at the end", loss=True)

@@ -31,6 +31,7 @@ from orchestra.records.stragglers import find
 from orchestra.strategies.base import Roles
 from orchestra.strategies.traits import Partition
 from orchestra.trainer.settings import Run
+from orchestra.worker.runtime import RankActivity
 
 if TYPE_CHECKING:
     from rich import progress as bars
@@ -142,9 +143,9 @@ class LiveFile:
 
     def on_beat(self, beat: Heartbeat) -> None:
         self._beats[beat.rank] = beat
-        if beat.phase == "training" and self._since is None and beat.step:
+        if beat.activity is RankActivity.TRAINING and self._since is None and beat.step:
             self._since, self._fraction_then = self._clock(), beat.fraction or 0.0
-        if beat.phase in ("training", "serving"):
+        if beat.activity in (RankActivity.TRAINING, RankActivity.SERVING):
             self._waits.setdefault(beat.rank, deque(maxlen=BEATS)).append(beat.waits_for)
         if beat.fraction is not None:
             self._fraction = max(self._fraction or 0.0, beat.fraction)
@@ -172,7 +173,7 @@ class LiveFile:
         waits = self._waits.get(beat.rank, ())
         most = Counter(ranks for ranks in waits if ranks).most_common(2)
         waiting = tuple(Waiting(ranks, round(count / len(waits), 3)) for ranks, count in most)
-        now = RankNow(beat.rank, beat.phase, beat.step, beat.samples, waiting)
+        now = RankNow(beat.rank, beat.activity, beat.step, beat.samples, waiting)
         if beat.counters is None:
             return now
         return replace(now, seconds=beat.counters.seconds, arrived=beat.counters.arrived)
@@ -302,7 +303,7 @@ class Display:
         self._beats = {rank: Heartbeat(rank) for rank in roles.workers}  # in training
         self._loss: float | None = None
         self._fraction = 0.0
-        self._phase = "set-up"
+        self._activity = RankActivity.SET_UP
         self._training_since: float | None = None
         self._series = progress
         self._progress = progress or Progress(1, quiet=quiet)
@@ -349,9 +350,9 @@ class Display:
 
     def _show(self, event: Heartbeat) -> None:
         if self._progress.live is not None:
-            if event.phase != "serving":
-                self._phase = event.phase
-            if event.phase == "training" and event.rank in self._beats:
+            if event.activity is not RankActivity.SERVING:
+                self._activity = event.activity
+            if event.activity is RankActivity.TRAINING and event.rank in self._beats:
                 self._training_since = self._training_since or time.monotonic()
                 self._beats[event.rank] = event
                 self._loss = event.loss if event.loss is not None else self._loss
@@ -360,7 +361,8 @@ class Display:
 
     def _text(self) -> str:
         samples = sum(beat.samples for beat in self._beats.values())
-        parts = [] if samples and self._phase == "training" else [self._phase]
+        training = self._activity is RankActivity.TRAINING
+        parts: list[str] = [] if samples and training else [self._activity]
         if self._training_since is not None and samples:
             seconds = max(time.monotonic() - self._training_since, 1e-9)
             parts.append(f"{samples:,} samples, {samples / seconds:,.0f}/s")

@@ -22,6 +22,7 @@ from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop import Batches
+from orchestra.worker.runtime import RankActivity
 
 try:
     import lightning.pytorch as lightning
@@ -166,7 +167,7 @@ class OrchestraStrategy(ParallelStrategy):
         if self._trainer.state.fn == TrainerFn.FITTING:
             end_loops()
             self._batches = self._epoch = self._to_load = None
-        self._reporter.phase("paused")
+        self._reporter.activity(RankActivity.PAUSED)
 
     def _refuse_callbacks(self) -> None:
         """Refuse callbacks of Lightning's that would train something else without a word."""
@@ -307,7 +308,7 @@ class OrchestraStrategy(ParallelStrategy):
             return
         self._leave_epoch()
         self._distributed.end_epoch()
-        self._reporter.phase("paused")
+        self._reporter.activity(RankActivity.PAUSED)
 
     def _leave_epoch(self) -> None:
         if self._epoch is not None:
@@ -319,19 +320,19 @@ class OrchestraStrategy(ParallelStrategy):
             self._epoch.close()
         self._settle()
         self._epoch = None
-        self._reporter.phase("paused")
+        self._reporter.activity(RankActivity.PAUSED)
 
     # Evaluation
 
     def on_validation_start(self) -> None:
         """Agree on the model that is to be evaluated, in mid-epoch, too."""
         self._settle()
-        self._reporter.phase("paused")
+        self._reporter.activity(RankActivity.PAUSED)
 
     def on_validation_end(self) -> None:
         if self._epoch is not None:
             # In training a rank that takes no step counts as hung; elsewhere it may take its time
-            self._reporter.phase("training")
+            self._reporter.activity(RankActivity.TRAINING)
 
     # Checkpoints
 
@@ -355,7 +356,7 @@ class OrchestraStrategy(ParallelStrategy):
         if self._state is not None and "optimizer_states" in checkpoint:
             checkpoint[STATE] = self._state
         self._state = None
-        self._reporter.phase("paused")
+        self._reporter.activity(RankActivity.PAUSED)
         super().save_checkpoint(checkpoint, *args, **kwargs)
         # Back to training, if an epoch is under way
         self.on_validation_end()

@@ -53,7 +53,7 @@ from orchestra.trainer.settings import Run, evenly_due
 from orchestra.trainer.trace import Trace
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Share
-from orchestra.worker.runtime import RESTING, Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 from orchestra.worker.worker import Worker
 
 NO_QUEUE = HeldWork(-1)
@@ -155,13 +155,13 @@ class ElasticSession(Session):
                 "checkpoint_every"
             )
 
-    def enter(self, phase: str) -> ElasticSession:
-        """Get ready; wait in `phase` until the ranks of a run take this one in; return the session
-        that goes on from their state."""
+    def enter(self, activity: RankActivity) -> ElasticSession:
+        """Get ready; wait as `activity` says until the ranks of a run take this one in; return the
+        session that goes on from their state."""
         self._warm_up()
         self.trace.start()
         self._tell_that_it_is_elastic()
-        self.runtime.reporter.phase(phase)
+        self.runtime.reporter.activity(activity)
         return self.in_next_group(GroupChanged())
 
     def _what_it_trains(self) -> str:
@@ -206,7 +206,7 @@ class ElasticSession(Session):
         if exchange.wait_for_everyone(self.worker, int(reporter.stop_requested())):
             return True
         if saved:
-            reporter.phase(RESTING)
+            reporter.activity(RankActivity.RESTING)
             self._rests = True
             raise GroupChanged()
         return False
@@ -229,7 +229,7 @@ class ElasticSession(Session):
                 engine.reporter.expendable(False)  # until its strategy says so again
                 assert engine.regroup is not None
                 engine = engine.regroup(error)
-                engine.reporter.phase("set-up")
+                engine.reporter.activity(RankActivity.SET_UP)
                 if hands_over:
                     self.engine = engine
                     self._hand_over(change)
@@ -381,7 +381,7 @@ class ElasticSession(Session):
         self.totals.spent.wait += made.seconds
         self.regroupings.append(made)
         self.recorder.resume()
-        self.runtime.reporter.phase("training")
+        self.runtime.reporter.activity(RankActivity.TRAINING)
         self._show(made)
 
     def _now(self) -> float:

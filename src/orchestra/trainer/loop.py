@@ -27,6 +27,7 @@ from orchestra.trainer.regrouping import Retreat
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import to_device
+from orchestra.worker.runtime import RankActivity
 from orchestra.worker.snapshots import buffers_vector
 from orchestra.worker.worker import Step, Worker
 
@@ -89,11 +90,11 @@ class ServedWork:
     def take(self) -> Instruction:
         """Serve; return the rest that follows. Where a checkpoint finds workers gone, go on."""
         reporter, step = self._worker.reporter, self._worker.step
-        reporter.phase("serving")
+        reporter.activity(RankActivity.SERVING)
         while (point := self._member.serve()) is not None:
             if point.complete or point.rest.reason not in (Reason.CHECKPOINT, Reason.STOP):
                 break
-        reporter.phase("training")
+        reporter.activity(RankActivity.TRAINING)
         return Finish(step.consumed) if point is None else RestAt(step.consumed, point.rest)
 
 
@@ -202,9 +203,11 @@ class Loop(ABC):
         reporter = self.worker.reporter
         item = self._work.take()
         if isinstance(item, Wait):
-            reporter.phase("leaving")  # a worker that is stopped is not waited for any more
+            reporter.activity(
+                RankActivity.LEAVING
+            )  # a worker that is stopped is not waited for any more
             item = self._work.take()
-            reporter.phase("training")
+            reporter.activity(RankActivity.TRAINING)
         assert isinstance(item, Take | RestAt | Finish)
         return item
 

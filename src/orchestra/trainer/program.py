@@ -11,21 +11,21 @@ from orchestra.trainer import checkpoints
 from orchestra.trainer.groups import ElasticSession
 from orchestra.trainer.recorder import write_order
 from orchestra.trainer.settings import Run
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 
 def train(
-    runtime: Runtime, assignment: tuple[Run, Path], *, entering: str | None = None
+    runtime: Runtime, assignment: tuple[Run, Path], *, entering: RankActivity | None = None
 ) -> RankReport:
     """Take this rank's part in a run, write its records into the run's folder, and report. In a run
     of shapes no value is computed, and nothing is written.
 
-    `entering`: enter a run that is under way. This is the phase, `JOINING` or `SPARE`, in which the
-    rank waits to be taken in; until then the runtime is of it alone.
+    `entering`: enter a run that is under way. As this activity, `JOINING` or `SPARE`, the rank
+    waits to be taken in; until then the runtime is of it alone.
     """
     run, folder = assignment
     assert isinstance(run.strategy, Strategy)
-    runtime.reporter.phase("set-up")
+    runtime.reporter.activity(RankActivity.SET_UP)
     with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     session = ElasticSession(runtime, run, run.strategy, folder, enters=entering is not None)

@@ -47,7 +47,7 @@ from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel, Share
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 from orchestra.worker.snapshots import Contribution, ModelRange, buffers_vector
 from orchestra.worker.worker import Measures, Worker
 
@@ -194,7 +194,9 @@ class Session(Loop):
             self.order.shares = list(self.shares)
         self._begin_phase()
         start_together(worker, self.roles.leader)
-        reporter.phase("training")  # from now on the loss of a rank may be none of the others'
+        reporter.activity(
+            RankActivity.TRAINING
+        )  # from now on the loss of a rank may be none of the others'
         worker.parameters_equal = False
         # A resumed run goes on at the seconds of its checkpoint.
         worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
@@ -217,7 +219,7 @@ class Session(Loop):
         """Train to the agreement on the final parameters."""
         self._train_to_end()
         self.trace.close()
-        self.runtime.reporter.phase("leaving")
+        self.runtime.reporter.activity(RankActivity.LEAVING)
         self.phases.finish()
         if not self.phases.traits.lockstep:
             leader = self.phases.roles.leader
@@ -255,7 +257,7 @@ class Session(Loop):
                 points = curve.moments(self.shared.parts, worker.layout.size)
                 return replace(report, leader=LeaderReport(None, {}, None, points))
             nodes = gathered.evaluated(self.run.seed, self._own_metrics)
-        worker.reporter.phase("evaluating")
+        worker.reporter.activity(RankActivity.EVALUATING)
         return replace(report, leader=self._evaluate(gathered, nodes))
 
     def _add_final_parts(self) -> None:
@@ -310,9 +312,9 @@ class Session(Loop):
 
     def _own_metrics(self) -> curve.SnapshotMetrics:
         """Evaluate this rank's own replica at its snapshots."""
-        self.worker.reporter.phase("evaluating")
+        self.worker.reporter.activity(RankActivity.EVALUATING)
         metrics = curve.own_metrics(self.worker, self.task, self.worker.snapshots.parts)
-        self.worker.reporter.phase("leaving")
+        self.worker.reporter.activity(RankActivity.LEAVING)
         return metrics
 
     def _report(self, roles: Roles) -> RankReport:

@@ -3,6 +3,7 @@ how many intra-op threads a rank computes with. Imports without torch."""
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 from collections import Counter
@@ -20,13 +21,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-JOINING, SPARE = "joining", "spare"
-"""The phases of a newcomer that is ready: to be taken in at once, or where a rank is lost."""
-RESTING = "resting"
-"""The phase of a program that has come to rest, for newcomers to be taken in."""
 VARIABLE = "OMP_NUM_THREADS"
 MOST_THREADS = 4096
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class RankActivity(enum.StrEnum):
+    """What a rank's program is doing, as its heartbeats say; the failure detector judges by it."""
+
+    SET_UP = "set-up"
+    TRAINING = "training"
+    SERVING = "serving"  # of a server without data
+    PAUSED = "paused"  # the user lets the rank take any time, so that it cannot hang
+    EVALUATING = "evaluating"
+    LEAVING = "leaving"  # training is over, and the other ranks do not wait for this one
+    SCRIPT_OVER = "script over"  # the user's script has ended
+    JOINING = "joining"  # a newcomer that is ready to be taken in at once
+    SPARE = "spare"  # a newcomer that is ready to replace a lost rank
+    RESTING = "resting"  # the program has come to rest, so that newcomers can be taken in
 
 
 class Work(NamedTuple):
@@ -87,18 +99,18 @@ class Reporter(Protocol):
         `fraction` is the part of the budget that the cluster has consumed; `counters` the latest.
         """
 
-    def phase(self, name: str) -> None:
-        """Tell what the rank is doing ("set-up", "training", "evaluating", "leaving")."""
+    def activity(self, activity: RankActivity) -> None:
+        """Tell what the rank is doing from now on."""
 
     def expendable(self, yes: bool) -> None:
-        """Tell whether the run can go on without this rank, from now on. It does once no rank is in
-        the phase "set-up"."""
+        """Tell whether the run can go on without this rank, from now on. It does once no rank sets
+        up."""
 
     def elastic(self, program: str, *, rests: bool = False) -> None:
         """Tell that the program goes on in a new group, of those that are left or with newcomers,
         from now on; `program` is the same on all ranks that can be in one group. Empty: it does
-        not. Where it `rests` before newcomers are taken in, it tells by its phase, `RESTING`, that
-        it has come to rest.
+        not. Where it `rests` before newcomers are taken in, it tells by its activity, `RESTING`,
+        that it has come to rest.
         """
 
     def notice(self, text: str) -> None:
@@ -119,7 +131,7 @@ class SilentReporter:
 
     def progress(self, *_: Any, **facts: Any) -> None: ...
 
-    def phase(self, name: str) -> None: ...
+    def activity(self, activity: RankActivity) -> None: ...
 
     def expendable(self, yes: bool) -> None: ...
 
@@ -146,8 +158,8 @@ class PassingReporter:
     def progress(self, *_: Any, **facts: Any) -> None:
         self.inner.progress(**facts)
 
-    def phase(self, name: str) -> None:
-        self.inner.phase(name)
+    def activity(self, activity: RankActivity) -> None:
+        self.inner.activity(activity)
 
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)

@@ -33,7 +33,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.all_reduce import AllReduce, AllReduceMember
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.worker.runtime import Runtime, SilentReporter, Work
+from orchestra.worker.runtime import RankActivity, Runtime, SilentReporter, Work
 from orchestra.worker.worker import Worker
 
 ON_TIME = ("partial all-reduce", "backup workers")  # what they drop depends on time
@@ -377,7 +377,7 @@ def test_garbage_is_not_sought_among_what_lives_as_long_as_the_run() -> None:
 
     def program(runtime: Runtime) -> None:
         frozen.append(gc.get_freeze_count())
-        runtime.reporter.phase("training")
+        runtime.reporter.activity(RankActivity.TRAINING)
         frozen.append(gc.get_freeze_count())
 
     assert run_ranks(1, program).failure is None

@@ -31,7 +31,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.prague import Prague
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.worker.runtime import Runtime, SilentReporter, Work
+from orchestra.worker.runtime import RankActivity, Runtime, SilentReporter, Work
 
 MEGABYTE = torch.zeros(250_000)
 WAY = 1e6 / 125e6  # seconds that it takes on a link of 1 Gbit/s
@@ -306,7 +306,7 @@ def test_a_rank_that_is_still_stopped_at_the_end_is_left_out() -> None:
     def program(runtime: Runtime) -> None:
         runtime.reporter.expendable(runtime.rank == 1)
         compute(4)(runtime)
-        runtime.reporter.phase("leaving")
+        runtime.reporter.activity(RankActivity.LEAVING)
 
     outcome = run_ranks(2, program, lan(Pause("rank 1", at=1, seconds=1000)))
     assert outcome.failure is None

@@ -47,7 +47,7 @@ from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run
 from orchestra.transports.framing import Stream, pack_header
 from orchestra.transports.matching import Mailbox
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 STEPS = 60
 Factors = Callable[[int, int], float]
@@ -476,7 +476,9 @@ def test_the_line_of_a_run_says_who_is_slow(capsys: pytest.CaptureFixture[str]) 
         for rank, series in together(4, slow(2, 4.0)).items():
             for counters in series:
                 display.on_event(
-                    Heartbeat(rank, step=counters.steps, phase="training", counters=counters)
+                    Heartbeat(
+                        rank, step=counters.steps, activity=RankActivity.TRAINING, counters=counters
+                    )
                 )
         display._slow._look()
         assert display._text().endswith("rank 2 is 4.0x slower (compute), 540 s lost to it")

@@ -14,6 +14,7 @@ from orchestra.engines.events import Heartbeat, Interrupted, Notice
 from orchestra.engines.live import Display, Progress
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
+from orchestra.worker.runtime import RankActivity
 
 
 class Terminal(io.StringIO):
@@ -39,7 +40,9 @@ def make_two_of_three(progress: Progress, drawn: Callable[[], bool] = lambda: Tr
         progress.skip()
         progress.begin("ring, 1 rank, seed 0")
         with Display(run, Single().roles(1), progress=progress) as display:
-            beat = Heartbeat(0, step=3, samples=96, loss=0.25, fraction=0.5, phase="training")
+            beat = Heartbeat(
+                0, step=3, samples=96, loss=0.25, fraction=0.5, activity=RankActivity.TRAINING
+            )
             display.on_event(beat)
             display.on_event(Notice("resumed"))
             wait_until(drawn, "the line of the run")
@@ -88,7 +91,9 @@ def test_on_80_columns_nothing_of_a_runs_line_is_cut_but_its_name(
     monkeypatch.setenv("COLUMNS", "80")
     run = Run("StochasticGradientPush", "digits", Single(), 0, Training(ranks=1))
     with Display(run, Single().roles(1)) as display:
-        beat = Heartbeat(0, step=3, samples=1_234_567, loss=0.25, fraction=0.01, phase="training")
+        beat = Heartbeat(
+            0, step=3, samples=1_234_567, loss=0.25, fraction=0.01, activity=RankActivity.TRAINING
+        )
         display.on_event(beat)
         wait_until(lambda: "s left, loss 0.2500" in terminal.getvalue(), "the line of the run")
     assert "StochasticGra…" in terminal.getvalue()

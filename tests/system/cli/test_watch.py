@@ -34,6 +34,7 @@ from orchestra.records.store import RunFolder, write_planned, write_summary
 from orchestra.report.watch_page import run_page, sparkline
 from orchestra.report.watching import RunWatch, switch_text
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.worker.runtime import RankActivity
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def test_beats_become_what_others_can_read(tmp_path: Path) -> None:
                 number,
                 8 * number,
                 fraction=number / 100,
-                phase="training",
+                activity=RankActivity.TRAINING,
                 waits_for=waits,
                 counters=counters,
             )

@@ -44,7 +44,7 @@ from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.transports.shared_memory import host_key
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 TASK = "digits_in_one_thread()"
 COMPRESSORS = ("FP16()", "TopK(0.05)", "QSGD(7)", "PowerSGD(2)", "SignSGD()")
@@ -398,8 +398,8 @@ def test_quotas_are_lifted_when_all_evaluate() -> None:
     ends: list[str] = []
     schedule = TimedChanges([], 2, at_end=lambda: ends.append("end"))
 
-    def tell(rank: int, phase: str) -> None:
-        schedule.on_event(Heartbeat(rank, phase=phase))
+    def tell(rank: int, activity: str) -> None:
+        schedule.on_event(Heartbeat(rank, activity=RankActivity(activity)))
 
     tell(0, "set-up")
     tell(0, "training")

@@ -34,7 +34,7 @@ from orchestra.errors import RunFailed
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
-from orchestra.worker.runtime import PassingReporter, Runtime
+from orchestra.worker.runtime import PassingReporter, RankActivity, Runtime
 
 IN_MEMORY = ("AllReduce('ring')", "ParameterServer", "Hogwild()")
 """By collectives, by large messages, and by parameters in shared memory."""
@@ -132,11 +132,11 @@ class Trained:
         elif isinstance(event, Exited) and event.rank == self._victim:
             self._known = True
         elif isinstance(event, Heartbeat) and event.rank == self._victim:
-            if self._phase == "set-up" and event.phase != "set-up":
+            if self._phase == "set-up" and event.activity != RankActivity.SET_UP:
                 self.setup = time.monotonic() - self._began
             training = ("training", "serving")
             names = {"set-up": "set-up", **dict.fromkeys(training, "training")}
-            self._phase = names.get(event.phase, "end")
+            self._phase = names.get(event.activity, "end")
 
     def _kill(self) -> None:
         pids = rank_pids()

@@ -44,7 +44,7 @@ from orchestra.engines.failure_detector import (
     Limits,
 )
 from orchestra.engines.processes.control import BadFrame, Frames, pack
-from orchestra.worker.runtime import JOINING, RESTING, SPARE
+from orchestra.worker.runtime import RankActivity
 
 LIMITS = Limits(patience=60.0)
 
@@ -58,7 +58,10 @@ class Story:
     ) -> None:
         self.now = 0.0
         self.detector = FailureDetector(ranks, LIMITS, start=0.0, children=children, **options)
-        self.beats = {rank: Heartbeat(rank, step=step, phase="training") for rank in range(ranks)}
+        self.beats = {
+            rank: Heartbeat(rank, step=step, activity=RankActivity.TRAINING)
+            for rank in range(ranks)
+        }
         self.silent: set[int] = set()
         self.held: set[int] = set()
         self.done: list[Instruction] = []
@@ -85,7 +88,7 @@ class Story:
         for _ in range(int(seconds * 4)):
             self.now += 0.25
             for rank in busy:
-                self.change(rank, activity=self.beats[rank].activity + 1)
+                self.change(rank, progress=self.beats[rank].progress + 1)
             self.beat()
             held = [rank for rank in self.detector.suspects(self.now) if rank in self.held]
             self.done += self.detector.tick(self.now, held)
@@ -207,7 +210,7 @@ def test_a_rank_that_is_stopped_before_it_joins_is_named() -> None:
     detector.observe(0.0, Joined(0, "host"))
     for quarter in range(1, 100):
         now = quarter / 4
-        detector.observe(now, Heartbeat(0, activity=quarter))
+        detector.observe(now, Heartbeat(0, progress=quarter))
         assert detector.suspects(now) == [1]
         stopped = {1} if now == 5 or now > 10 else ()
         if done := detector.tick(now, stopped):
@@ -377,7 +380,7 @@ def test_stopped_ranks_alone_do_not_hold_up_the_end() -> None:
     story.beat()
     story.held.add(2)
     story.pass_time(5, busy=(0, 1))
-    story.change(0, phase="leaving")
+    story.change(0, activity=RankActivity.LEAVING)
     assert story.pass_time(5, busy=(0, 1)) == []
     story.tell(Finished(1))
     story.tell(Exited(1, 0))
@@ -403,7 +406,7 @@ def test_progress_of_any_kind_is_a_new_start() -> None:
     for _ in range(5):
         assert story.pass_time(50) == []
         for rank in range(3):
-            story.change(rank, activity=story.beats[rank].activity + 1)
+            story.change(rank, progress=story.beats[rank].progress + 1)
 
 
 def test_ranks_that_wait_for_each_other_are_named_as_a_cycle() -> None:
@@ -423,7 +426,7 @@ def test_unlike_steps_of_ranks_that_wait_for_each_other_are_told() -> None:
     story = Story(4)
     for rank, step in enumerate((13, 13, 12)):
         story.change(rank, step=step, waits_for=(rank ^ 2,))
-    story.change(3, step=0, phase="serving", waits_for=(0,))
+    story.change(3, step=0, activity=RankActivity.SERVING, waits_for=(0,))
     story.pass_time(61)
     assert story.cause is not None
     assert story.cause.endswith("; rank 0 is at step 13, rank 2 at 12")
@@ -435,14 +438,14 @@ EARLY = (
 )
 
 
-@pytest.mark.parametrize("phase", ["training", "script over"])
-def test_a_script_that_ends_before_the_others_is_named(phase: str) -> None:
+@pytest.mark.parametrize("activity", [RankActivity.TRAINING, RankActivity.SCRIPT_OVER])
+def test_a_script_that_ends_before_the_others_is_named(activity: RankActivity) -> None:
     """Where all have come to the end they may be slow: they have their patience."""
     story = Story(2)
-    story.change(0, waits_for=(1,), phase=phase)
-    story.change(1, waits_for=(0,), phase="script over")
+    story.change(0, waits_for=(1,), activity=activity)
+    story.change(1, waits_for=(0,), activity=RankActivity.SCRIPT_OVER)
     assert story.pass_time(9) == []
-    assert story.pass_time(2) == ([Abort(EARLY)] if phase == "training" else [])
+    assert story.pass_time(2) == ([Abort(EARLY)] if activity is RankActivity.TRAINING else [])
 
 
 def test_a_rank_that_left_in_order_before_the_others_is_named() -> None:
@@ -456,7 +459,7 @@ def test_a_rank_that_left_in_order_before_the_others_is_named() -> None:
 def test_a_connection_that_ends_as_all_end_is_told() -> None:
     story = Story(2)
     for rank in range(2):
-        story.change(rank, phase="leaving")
+        story.change(rank, activity=RankActivity.LEAVING)
     story.beat()
     story.tell(Finished(1))
     story.tell(Failed(0, lost(1)))
@@ -492,10 +495,10 @@ def test_a_stopped_rank_that_holds_up_all_others_is_left_out() -> None:
 
 def test_a_rank_that_leaves_may_wait_for_the_others() -> None:
     story = Story()
-    story.change(0, phase="leaving")
+    story.change(0, activity=RankActivity.LEAVING)
     assert story.pass_time(120, busy=(1, 2)) == []
-    story.change(1, phase="leaving")
-    story.change(2, phase="leaving")
+    story.change(1, activity=RankActivity.LEAVING)
+    story.change(2, activity=RankActivity.LEAVING)
     story.pass_time(61)
     assert "hangs" in story.cause
 
@@ -612,7 +615,7 @@ def test_ranks_that_never_join_are_named() -> None:
     detector.observe(0.0, Joined(1, "host"))
     for now in range(1, 299):
         assert detector.tick(now) == []
-        detector.observe(float(now), Heartbeat(1, activity=now))
+        detector.observe(float(now), Heartbeat(1, progress=now))
     detector.tick(300.0)
     assert detector.cause == "rank 0, rank 2 did not join within 300 s"
 
@@ -667,7 +670,7 @@ def test_a_rank_that_has_not_joined_is_the_cause_and_no_innocent_one() -> None:
     while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 2):
-            detector.observe(now, Heartbeat(rank, phase="set-up"))
+            detector.observe(now, Heartbeat(rank, activity=RankActivity.SET_UP))
     assert now == LIMITS.joining
     assert done == [Abort("rank 1 did not join within 300 s; a connection was refused")]
 
@@ -678,13 +681,13 @@ def test_patience_begins_when_the_last_rank_has_joined() -> None:
     now = 0.0
     while now < 250.0:
         now += 0.25
-        detector.observe(now, Heartbeat(0, phase="set-up"))
+        detector.observe(now, Heartbeat(0, activity=RankActivity.SET_UP))
         assert detector.tick(now) == []
     detector.observe(now, Joined(1, "host"))
     while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 1):
-            detector.observe(now, Heartbeat(rank, phase="set-up"))
+            detector.observe(now, Heartbeat(rank, activity=RankActivity.SET_UP))
     assert now > 250.0 + 3 * LIMITS.patience
     assert "rank 0 on host hangs" in str(done[0])
 
@@ -810,7 +813,7 @@ def test_where_one_program_is_not_elastic_an_accusation_ends_the_run() -> None:
 def test_of_two_that_accuse_each_other_a_worker_is_given_up_and_soon(accuser: int) -> None:
     """A connection that both miss is gone; a dead rank accuses nobody."""
     story = Story()
-    story.change(2, expendable=True, phase="serving")
+    story.change(2, expendable=True, activity=RankActivity.SERVING)
     story.change(1, expendable=True)
     story.beat()
     story.tell(Accused(accuser, lost(3 - accuser), 0))
@@ -829,17 +832,20 @@ def test_who_still_needs_a_rank_that_has_ended_learns_of_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "cause"),
+    ("activity", "cause"),
     [
-        ("leaving", "rank 0 on host failed: PeerLost: rank 1 is gone"),
-        ("training", "rank 1 on host ended its script after step 1, but rank 0 on host still"),
+        (RankActivity.LEAVING, "rank 0 on host failed: PeerLost: rank 1 is gone"),
+        (
+            RankActivity.TRAINING,
+            "rank 1 on host ended its script after step 1, but rank 0 on host still",
+        ),
     ],
 )
 def test_rank_that_cannot_go_on_without_one_that_has_ended_ends_the_run(
-    phase: str, cause: str
+    activity: RankActivity, cause: str
 ) -> None:
     story = elastic_story()
-    story.change(1, phase=phase)
+    story.change(1, activity=activity)
     story.beat()
     story.tell(Accused(0, lost(1), 0))
     story.tell(Finished(1))
@@ -853,7 +859,7 @@ def test_rank_that_cannot_go_on_without_one_that_has_ended_ends_the_run(
 def test_while_others_set_up_nobody_is_expendable() -> None:
     story = Story()
     story.change(2, expendable=True)
-    story.change(0, phase="set-up")
+    story.change(0, activity=RankActivity.SET_UP)
     story.beat()
     story.die(2)
     assert story.cause == "rank 2 on host was killed by SIGKILL"
@@ -876,31 +882,36 @@ def test_the_run_ends_where_too_few_are_left(fields: dict[str, Any]) -> None:
 # Newcomers
 
 
-def newcomer(story: Story, rank: int = 4, phase: str = JOINING, program: str = "program") -> None:
-    """Let a newcomer connect, and be ready in `phase`."""
+def newcomer(
+    story: Story,
+    rank: int = 4,
+    activity: RankActivity = RankActivity.JOINING,
+    program: str = "program",
+) -> None:
+    """Let a newcomer connect, and be ready as `activity` says."""
     story.tell(Joined(rank, "elsewhere"))
-    story.beats[rank] = Heartbeat(rank, phase=phase, elastic=program)
+    story.beats[rank] = Heartbeat(rank, activity=activity, elastic=program)
     story.beat()
 
 
 def test_a_newcomer_is_a_member_of_the_next_group_once_it_is_ready() -> None:
     story = elastic_story()
-    newcomer(story, phase="set-up", program="")
+    newcomer(story, activity=RankActivity.SET_UP, program="")
     assert story.pass_time(30, busy=(0, 1, 2, 3)) == []
-    story.change(4, phase=JOINING, elastic="program")
+    story.change(4, activity=RankActivity.JOINING, elastic="program")
     assert Regroup(1, (0, 1, 2, 3, 4)) in story.pass_time(0.5)
     assert story.detector.notices[-1] == "rank 4 on elsewhere joins; going on with 5 ranks"
     story.tell(Disconnected(4))  # nobody's child: that is all that is known of its end
     assert Regroup(2, (0, 1, 2, 3)) in story.done
 
 
-@pytest.mark.parametrize("fields", [{"phase": "evaluating"}, {"elastic": ""}])
+@pytest.mark.parametrize("fields", [{"activity": RankActivity.EVALUATING}, {"elastic": ""}])
 def test_a_newcomer_waits_until_all_train(fields: dict[str, str]) -> None:
     story = elastic_story()
     story.change(2, **fields)
     newcomer(story)
     assert story.pass_time(10, busy=(0, 1, 2, 3)) == []
-    story.change(2, phase="training", elastic="program")
+    story.change(2, activity=RankActivity.TRAINING, elastic="program")
     assert Regroup(1, (0, 1, 2, 3, 4)) in story.pass_time(1)
 
 
@@ -921,8 +932,8 @@ def test_a_newcomer_for_whom_the_strategy_has_no_place_is_refused() -> None:
 
 def test_the_end_of_a_newcomer_concerns_nobody() -> None:
     story = elastic_story()
-    newcomer(story, phase="set-up")
-    newcomer(story, rank=5, phase="set-up")
+    newcomer(story, activity=RankActivity.SET_UP)
+    newcomer(story, rank=5, activity=RankActivity.SET_UP)
     assert isinstance(story.tell(Failed(4, Failure("ValueError", "no data")))[0], Refuse)
     story.tell(Disconnected(5))
     story.silent |= {4, 5}
@@ -934,8 +945,8 @@ def test_the_end_of_a_newcomer_concerns_nobody() -> None:
 
 def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost() -> None:
     story = elastic_story()
-    newcomer(story, phase=SPARE)
-    newcomer(story, rank=5, phase=SPARE)
+    newcomer(story, activity=RankActivity.SPARE)
+    newcomer(story, rank=5, activity=RankActivity.SPARE)
     assert story.pass_time(5, busy=(0, 1, 2, 3)) == []
     story.die(2)
     assert Regroup(1, (0, 1, 3, 4)) in story.done
@@ -944,7 +955,7 @@ def test_a_spare_takes_the_place_of_the_next_rank_that_is_lost() -> None:
 
 def test_a_silent_spare_takes_nobodys_place() -> None:
     story = elastic_story()
-    newcomer(story, phase=SPARE)
+    newcomer(story, activity=RankActivity.SPARE)
     story.silent.add(4)
     story.pass_time(LIMITS.silence + 1, busy=(0, 1, 2, 3))
     story.die(2)
@@ -953,7 +964,7 @@ def test_a_silent_spare_takes_nobodys_place() -> None:
 
 def test_a_spare_ends_with_the_run() -> None:
     story = elastic_story()
-    newcomer(story, phase=SPARE)
+    newcomer(story, activity=RankActivity.SPARE)
     for rank in range(4):
         story.tell(Finished(rank))
     assert Refuse(4, RUN_OVER) in story.pass_time(1)
@@ -996,7 +1007,7 @@ def test_a_spare_counts_where_few_ranks_are_left() -> None:
     for rank in range(3):
         story.change(rank, elastic="program")
     story.beat()
-    newcomer(story, rank=3, phase=SPARE)
+    newcomer(story, rank=3, activity=RankActivity.SPARE)
     story.die(2)
     assert Regroup(1, (0, 1, 3)) in story.done
     story.die(1)
@@ -1018,8 +1029,8 @@ def resting_story() -> Story:
     """Two workers and a server, which come to rest before they take ranks in."""
     story = Story(3)
     for rank in range(3):
-        phase = "training" if rank < 2 else "serving"
-        story.change(rank, elastic="program", rests=True, phase=phase, expendable=rank < 2)
+        activity = RankActivity.TRAINING if rank < 2 else RankActivity.SERVING
+        story.change(rank, elastic="program", rests=True, activity=activity, expendable=rank < 2)
     story.beat()
     return story
 
@@ -1029,9 +1040,9 @@ def test_members_rest_before_a_newcomer_is_taken_in() -> None:
     newcomer(story, rank=3)
     assert story.pass_time(5, busy=(0, 1, 2)) == [Rest()]
     for rank in (0, 1):
-        story.change(rank, phase=RESTING)
+        story.change(rank, activity=RankActivity.RESTING)
     assert not regroups(story.pass_time(5, busy=(0, 1, 2)))
-    story.change(2, phase=RESTING)
+    story.change(2, activity=RankActivity.RESTING)
     assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 1, 2, 3))]
     assert not regroups(story.pass_time(5, busy=(0, 1, 2)))
 
@@ -1042,7 +1053,7 @@ def test_members_that_rest_go_on_without_a_newcomer_that_is_gone() -> None:
     story.pass_time(1)
     story.tell(Disconnected(3))
     for rank in range(3):
-        story.change(rank, phase=RESTING)
+        story.change(rank, activity=RankActivity.RESTING)
     assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 1, 2))]
 
 
@@ -1051,7 +1062,7 @@ def test_a_rank_that_is_lost_as_the_others_rest_is_not_waited_for() -> None:
     newcomer(story, rank=3)
     story.pass_time(1)
     for rank in (0, 2):
-        story.change(rank, phase=RESTING)
+        story.change(rank, activity=RankActivity.RESTING)
     story.beat()
     story.die(1)
     assert Disconnect(1, "was killed by SIGKILL") in story.done
@@ -1060,13 +1071,13 @@ def test_a_rank_that_is_lost_as_the_others_rest_is_not_waited_for() -> None:
 
 def test_a_spare_takes_a_place_that_is_vacant_since_the_others_went_on() -> None:
     story = resting_story()
-    newcomer(story, rank=3, phase=SPARE)
+    newcomer(story, rank=3, activity=RankActivity.SPARE)
     assert story.pass_time(2, busy=(0, 1, 2)) == []
     story.die(1)
     assert not regroups(story.done)
     assert Rest() in story.pass_time(1)
     for rank in (0, 2):
-        story.change(rank, phase=RESTING)
+        story.change(rank, activity=RankActivity.RESTING)
     assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 2, 3))]
 
 

@@ -33,9 +33,9 @@ from orchestra.records.store import write_links
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
-from orchestra.worker.runtime import PassingReporter, Runtime
+from orchestra.worker.runtime import PassingReporter, RankActivity, Runtime
 
-TRAINING = ("training", "serving")  # the phases of a rank while the stopwatch runs
+TRAINING = (RankActivity.TRAINING, RankActivity.SERVING)  # while the stopwatch runs
 Readings = dict[str, LinkCounters]  # by the name of a link
 
 
@@ -119,12 +119,12 @@ def program(
     before, after = Readings(), Readings()
 
     class Metered(PassingReporter):
-        def phase(self, name: str) -> None:
-            if name not in TRAINING and before:
+        def activity(self, activity: RankActivity) -> None:
+            if activity not in TRAINING and before:
                 after.update(meters.read())
-            elif name in TRAINING and not before:
+            elif activity in TRAINING and not before:
                 before.update(meters.read())
-            super().phase(name)
+            super().activity(activity)
 
     reporter = Metered(runtime.reporter)
     runtime = replace(runtime, bandwidths=bandwidths, reporter=reporter)
@@ -150,7 +150,7 @@ class TimedChanges:
     def on_event(self, event: Event | Notice) -> None:
         if not isinstance(event, Heartbeat):
             return
-        if event.phase in TRAINING:
+        if event.activity in TRAINING:
             self._training.add(event.rank)
             if event.rank in self._awaited:
                 self._awaited.remove(event.rank)
@@ -158,7 +158,9 @@ class TimedChanges:
                     self.begin()
             return
         self._training.discard(event.rank)
-        over = event.phase == "evaluating" and not self._awaited and not self._training
+        over = (
+            event.activity is RankActivity.EVALUATING and not self._awaited and not self._training
+        )
         if over and not self._closed.is_set():
             self._closed.set()
             self._at_end()

@@ -30,6 +30,7 @@ from orchestra.engines.processes.system import (
 )
 from orchestra.errors import GroupChanged, PeerLost, RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, address_of, connect
+from orchestra.worker.runtime import RankActivity
 
 if TYPE_CHECKING:
     from orchestra.transports.sockets import SocketTransport
@@ -198,7 +199,7 @@ class Control:
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
         self._state = Heartbeat(spec.rank)  # changed as a whole: another thread sends it
-        self._activity = 0
+        self._progress = 0
         self._last_news: Hashable = None
         self._probe: Callable[[], Signs] = lambda: (None, (), "")
         self._transport: SocketTransport | None = None
@@ -322,10 +323,10 @@ class Control:
     def progress(self, **facts: Any) -> None:
         self._state = replace(self._state, **facts)
 
-    def phase(self, name: str) -> None:
-        self._state = replace(self._state, phase=name)
+    def activity(self, activity: RankActivity) -> None:
+        self._state = replace(self._state, activity=activity)
         self._beat()
-        if name == "training":
+        if activity is RankActivity.TRAINING:
             # What set-up frees, such as a whole model of which this rank trains a stage, goes back
             # to the system; what steps free is kept for the next.
             keep_freed_memory()
@@ -461,10 +462,10 @@ class Control:
         progress, waits_for, what = self._probe()
         with self._sending:  # which guards the news, too: any thread of the program may beat
             state = self._state
-            news = (progress, state.step, state.samples, state.phase)
-            self._activity += news != self._last_news  # no clock is compared between hosts
+            news = (progress, state.step, state.samples, state.activity)
+            self._progress += news != self._last_news  # no clock is compared between hosts
             self._last_news = news
-            beat = replace(state, activity=self._activity, waits_for=waits_for, waits_what=what)
+            beat = replace(state, progress=self._progress, waits_for=waits_for, waits_what=what)
             self._send({"kind": "beat", "beat": asdict(beat)})
 
     def _send(self, message: Message, payload: bytes = b"") -> None:

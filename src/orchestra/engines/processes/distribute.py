@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
-from orchestra.engines.failure_detector import SCRIPT_OVER
 from orchestra.engines.live import print_notice
 from orchestra.engines.processes.environment import (
     JOIN_VARIABLE,
@@ -59,7 +58,7 @@ from orchestra.worker.interception import (
     Interceptor,
     intercepted,
 )
-from orchestra.worker.runtime import Runtime, SilentReporter
+from orchestra.worker.runtime import RankActivity, Runtime, SilentReporter
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
@@ -430,7 +429,7 @@ class _Process:
 
     def _end(self) -> None:
         if self._error is None:
-            self._runtime.reporter.phase(SCRIPT_OVER)
+            self._runtime.reporter.activity(RankActivity.SCRIPT_OVER)
             try:
                 for loop in self._loops:
                     loop.finish()

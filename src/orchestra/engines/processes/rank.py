@@ -64,7 +64,7 @@ from orchestra.worker.interception import (
     Interceptor,
     intercepted,
 )
-from orchestra.worker.runtime import Runtime, chosen_threads, usable_cores
+from orchestra.worker.runtime import RankActivity, Runtime, chosen_threads, usable_cores
 
 T = TypeVar("T")
 
@@ -292,7 +292,7 @@ def _run(
     else:
         runtime = connections.join(control.roster(), listener)
     result = program(runtime, argument)
-    control.phase("leaving")
+    control.activity(RankActivity.LEAVING)
     connections.close(spec.limits.patience)
     return result
 

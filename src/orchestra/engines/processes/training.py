@@ -25,11 +25,11 @@ from orchestra.strategies.base import refusal_of, roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.handshake import from_environment
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import JOINING, SPARE, PassingReporter, Runtime
+from orchestra.worker.runtime import PassingReporter, RankActivity, Runtime
 
 
 def program(
-    runtime: Runtime, assignment: tuple[Run, Path], *, entering: str | None = None
+    runtime: Runtime, assignment: tuple[Run, Path], *, entering: RankActivity | None = None
 ) -> RankReport:
     """Run the program of each rank; it is here so that a launcher names it without torch."""
     from orchestra.trainer.program import train
@@ -248,7 +248,8 @@ def newcomer(runtime: Runtime, assignment: tuple[Run, Path, bool]) -> dict[str, 
         tell(f"{'taken in: ' * (before is runtime)}{found.ranks} ranks train now")
         return telling(replace(found, reporter=_Progress(found.reporter)))
 
-    report = program(telling(runtime), (run, folder), entering=SPARE if spare else JOINING)
+    entering = RankActivity.SPARE if spare else RankActivity.JOINING
+    report = program(telling(runtime), (run, folder), entering=entering)
     plain: dict[str, Any] = to_plain(report)
     return plain
 

@@ -33,7 +33,7 @@ from orchestra.transports.handshake import (
     address_of,
     listen,
 )
-from orchestra.worker.runtime import shares_of_cores
+from orchestra.worker.runtime import RankActivity, shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
 NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
@@ -505,8 +505,9 @@ def _event_of(rank: int, message: Message) -> events.Event | None:
         case "beat":
             waits_for = tuple(message["beat"]["waits_for"])
             counters = from_plain(Counters | None, message["beat"]["counters"])
-            beat = {**message["beat"], "rank": rank, "waits_for": waits_for, "counters": counters}
-            return events.Heartbeat(**beat)
+            activity = RankActivity(message["beat"]["activity"])
+            read = {"waits_for": waits_for, "counters": counters, "activity": activity}
+            return events.Heartbeat(**{**message["beat"], "rank": rank, **read})
         case "terminated":
             return events.Terminated(rank)
         case "leaving":

@@ -21,7 +21,7 @@ from orchestra.records.report import Counters
 from orchestra.transports.handshake import HELLO_BYTES
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import PassingReporter, Runtime
+from orchestra.worker.runtime import PassingReporter, RankActivity, Runtime
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.faults import Faults
@@ -152,7 +152,7 @@ class SimulatedReporter(PassingReporter):
 
     member: GroupMember
     simulation: Simulation
-    current_phase: str = ""
+    current_activity: RankActivity | None = None  # None: the program reports none, and trains
     current_step: int = 0
     samples: int = 0
     is_set_up: bool = False
@@ -177,14 +177,14 @@ class SimulatedReporter(PassingReporter):
         self.inner.progress(step=step, samples=whole, loss=loss, fraction=fraction)
         self.simulation.look(fraction)
 
-    def phase(self, name: str) -> None:
-        if name != self.current_phase:
-            self.current_phase = name
-            if name == "training" and not self.is_set_up:
+    def activity(self, activity: RankActivity) -> None:
+        if activity is not self.current_activity:
+            self.current_activity = activity
+            if activity is RankActivity.TRAINING and not self.is_set_up:
                 self.is_set_up = True
                 gc.freeze()  # what was made until now lives as long as the run
             if self.simulation.is_first(self.member.slot):
-                self.inner.phase(name)
+                self.inner.activity(activity)
             self.simulation.look_after_newcomers(self.member.slot)
 
     def expendable(self, yes: bool) -> None:

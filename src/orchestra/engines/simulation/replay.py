@@ -24,7 +24,7 @@ from orchestra.trainer.recorder import read_order
 from orchestra.trainer.session import Session
 from orchestra.trainer.settings import Run
 from orchestra.worker.interception import Interceptor, intercepted
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import RankActivity, Runtime, Work
 
 STATES = 0
 """The number under which the states of the ranks are written, as a checkpoint's."""
@@ -94,7 +94,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
     halt = Halt(assignment.until, workers, assignment.folder)
 
     def rank_program(inner: Runtime) -> Any:
-        inner.reporter.phase("set-up")
+        inner.reporter.activity(RankActivity.SET_UP)
         order = read_order(assignment.source, inner.rank)
         halting = intercepted(inner, Halting(inner.rank, halt))
         session = Session(halting, run, run.strategy, assignment.folder, repeats=order)

@@ -36,8 +36,7 @@ from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import (
-    JOINING,
-    SPARE,
+    RankActivity,
     Reporter,
     Runtime,
     chosen_threads,
@@ -51,7 +50,7 @@ NOT_COMPILED = (
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]
-Newcomer = Callable[[str, Runtime], Any]
+Newcomer = Callable[[RankActivity, Runtime], Any]
 """The program of a rank that joins; its first argument is the phase in which it waits."""
 
 
@@ -187,15 +186,17 @@ class Simulation:
             self._start(rank, program)
         for rank, join in enumerate(self._joins, self._ranks):
             assert newcomer is not None
-            entering = functools.partial(newcomer, SPARE if join.spare else JOINING)
+            entering = functools.partial(
+                newcomer, RankActivity.SPARE if join.spare else RankActivity.JOINING
+            )
             self._kernel.at(join.at, functools.partial(self._enter, rank, entering))
         try:
             self._kernel.run()
         except _RankFailed as failed:
             rank, error = failed.args
             described = describe(error)
-            phase = self._reporters[rank].current_phase
-            if described.bad_input and (phase == "set-up" or not self._values):
+            activity = self._reporters[rank].current_activity
+            if described.bad_input and (activity is RankActivity.SET_UP or not self._values):
                 bad_input = described.message
             else:
                 failure = failed_text(f"rank {rank}", described)
@@ -254,7 +255,8 @@ class Simulation:
                 continue  # it has not joined yet
             beat = Heartbeat(
                 rank, step=reporter.current_step, samples=reporter.samples,
-                fraction=self._fraction, phase=reporter.current_phase, counters=reporter.counters,
+                activity=reporter.current_activity or RankActivity.TRAINING,
+                fraction=self._fraction, counters=reporter.counters,
             )  # fmt: skip
             live.on_beat(beat)
             live.slow.on_beat(beat)
@@ -288,7 +290,7 @@ class Simulation:
             self._kernel.fail(_RankFailed(rank, flow.error))
 
     def _heartbeat(self, rank: int) -> Heartbeat:
-        """Return the heartbeat of `rank`; `activity` changes as long as anything goes on."""
+        """Return the heartbeat of `rank`; `progress` changes as long as anything goes on."""
         reporter, wait = self._reporters[rank], self._kernel.wait_of(rank)
         for_ranks, what = wait or ((), "")
         self._beats += wait is None
@@ -296,8 +298,8 @@ class Simulation:
         return Heartbeat(
             rank,
             step=reporter.current_step,
-            phase=reporter.current_phase,
-            activity=self._kernel.turns_of[rank] + moved,
+            activity=reporter.current_activity or RankActivity.TRAINING,
+            progress=self._kernel.turns_of[rank] + moved,
             waits_for=for_ranks,
             waits_what=what,
             expendable=reporter.is_expendable,

@@ -39,7 +39,7 @@ from orchestra.trainer.settings import Run, Training
 if TYPE_CHECKING:
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import SimulationOutcome
-    from orchestra.worker.runtime import Reporter, Runtime
+    from orchestra.worker.runtime import RankActivity, Reporter, Runtime
 
 Pace: TypeAlias = Mapping[int, Sequence[float]]
 """By rank, the factors on the durations of compute in each of its steps; see `Simulation`."""
@@ -184,8 +184,8 @@ def simulate_run(
     def rank_program(rank: Runtime) -> RankReport:
         return train(rank, (run, folder))
 
-    def newcomer(phase: str, rank: Runtime) -> RankReport:
-        return train(rank, (run, folder), entering=phase)
+    def newcomer(activity: RankActivity, rank: Runtime) -> RankReport:
+        return train(rank, (run, folder), entering=activity)
 
     outcome = Simulation(
         cluster, ranks, costs, overhead, reporter, seed_number=run.seed,

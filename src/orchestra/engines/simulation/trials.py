@@ -39,7 +39,7 @@ from orchestra.records.record import RunRecord
 from orchestra.records.report import Point, RankReport
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run, Tensors
-from orchestra.worker.runtime import VARIABLE, usable_cores
+from orchestra.worker.runtime import VARIABLE, RankActivity, usable_cores
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Reporter, Runtime
@@ -81,8 +81,8 @@ class Until:
         self.reached = max(self.reached, fraction or 0.0)
         self.inner.progress(fraction=fraction, **facts)
 
-    def phase(self, name: str) -> None:
-        self.inner.phase(name)
+    def activity(self, activity: RankActivity) -> None:
+        self.inner.activity(activity)
 
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)
@@ -265,7 +265,7 @@ def carry_out_trials(runtime: Runtime, place: TrialPlace) -> None:
     """Carry out trials until none is left; the program of a process."""
     os.environ[VARIABLE] = str(place.threads)
     reporter = runtime.reporter
-    reporter.phase("training")
+    reporter.activity(RankActivity.TRAINING)
     with Client(place.address, authkey=place.key) as connection:
         done = itertools.count(1)
         while (trial := connection.recv()) is not None:

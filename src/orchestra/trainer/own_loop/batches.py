@@ -17,6 +17,7 @@ from orchestra.trainer.own_loop.passes import BackwardPasses
 from orchestra.trainer.own_loop.rank import OwnRank
 from orchestra.trainer.own_loop.saving import Saver
 from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import RankActivity
 from orchestra.worker.worker import Worker
 
 
@@ -234,11 +235,11 @@ class Batches:
         `AllReduce("native")` the collectives of the others give up after four times `patience`.
         """
         reporter = self._rank.worker.reporter
-        reporter.phase("paused")
+        reporter.activity(RankActivity.PAUSED)
         try:
             yield
         finally:
-            reporter.phase("training")
+            reporter.activity(RankActivity.TRAINING)
 
     @property
     def ends_process(self) -> bool:

@@ -18,6 +18,7 @@ from orchestra.trainer.own_loop.passes import BackwardPasses, Count
 from orchestra.trainer.own_loop.rank import OwnRank
 from orchestra.trainer.own_loop.strategy_state import StrategyState
 from orchestra.trainer.own_loop.weights import SampleWeights
+from orchestra.worker.runtime import RankActivity
 
 ENDED = (
     "this loop ended when another model was distributed; models that are trained by turns are all "
@@ -236,7 +237,7 @@ class Epochs:
     def _begin(self) -> None:
         self.begun = self._in_epoch = True
         self.left = False
-        self._rank.worker.reporter.phase("training")
+        self._rank.worker.reporter.activity(RankActivity.TRAINING)
         self.taken, self._resumed_at = self._resumed_at, 0
         self._passes.begin_epoch(self._passes_before)
         self._passes_before = 0
@@ -322,7 +323,7 @@ class Epochs:
     def serve(self, *, until_saved: bool = False) -> None:
         """Serve to the end of the workers' epoch, or of this loop."""
         rank = self._rank
-        rank.worker.reporter.phase("serving")
+        rank.worker.reporter.activity(RankActivity.SERVING)
         rank.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         while not rank.is_worker() and not self.ended:
             reason = self._state.serve()
@@ -336,7 +337,7 @@ class Epochs:
                 self._agree()
             elif reason is Reason.EPOCH:
                 break
-        rank.worker.reporter.phase("training")
+        rank.worker.reporter.activity(RankActivity.TRAINING)
 
     def end_loop(self, *, goes_on: bool) -> None:
         """End this loop, and leave in order; the script may go on with another one."""

@@ -27,7 +27,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.traits import AfterLoss
 from orchestra.trainer.regrouping import NO_STEPS, GroupStanding
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import JOINING, Runtime
+from orchestra.worker.runtime import RankActivity, Runtime
 
 if TYPE_CHECKING:
     from orchestra.trainer.own_loop.loop import OwnLoop
@@ -134,7 +134,7 @@ class OwnGroup:
             self._refuse_forgotten()
             self._loop.worker.reporter.elastic(self._what_it_trains())
         if self.enters:
-            self._loop.worker.reporter.phase(JOINING)
+            self._loop.worker.reporter.activity(RankActivity.JOINING)
             self.change(GroupChanged())
             self.enters = False
 
@@ -195,7 +195,7 @@ class OwnGroup:
                 break
             except (PeerLost, GroupChanged) as again:
                 error = again
-        self._loop.worker.reporter.phase("training")
+        self._loop.worker.reporter.activity(RankActivity.TRAINING)
 
     def _take_over(self) -> None:
         loop = self._loop

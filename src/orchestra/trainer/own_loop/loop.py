@@ -28,7 +28,7 @@ from orchestra.trainer.own_loop.rank import OwnRank
 from orchestra.trainer.own_loop.saving import Saver
 from orchestra.trainer.own_loop.scale import LossScale
 from orchestra.trainer.own_loop.strategy_state import StrategyState
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import RankActivity, Runtime, Work
 from orchestra.worker.worker import Step, Worker
 
 
@@ -440,7 +440,7 @@ class OwnLoop:
         Ranks that serve learn whether the script `goes_on` with another loop.
         """
         if goes_on:
-            self.worker.reporter.phase("training")
+            self.worker.reporter.activity(RankActivity.TRAINING)
         self.epochs.end_loop(goes_on=goes_on)
 
     def close(self, *, handed_over: bool) -> None:
