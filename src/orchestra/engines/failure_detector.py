@@ -46,7 +46,7 @@ from orchestra.worker.runtime import RankActivity
 
 Refusal = Callable[[int], str | None]
 """Why a run cannot go on with so many ranks; None if it can."""
-REFUSALS = 8  # that a run reports at most: strangers cause them, too
+MAX_REFUSED = 8  # refused connections that a run reports: strangers cause them, too
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
 BOTH_SECONDS = 0.5  # for the accusations of others, once two ranks accuse each other
 RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
@@ -219,6 +219,7 @@ class FailureDetector:
             if now - self._failed_at >= self.limits.leaving:
                 self._kill(self._members.values())
             return self._decided()
+        # Ends at the first cause of a failure, so that the order of the rules matters.
         for rule in (
             self._out_of_grace, self._late, self._unknown_ends, lambda: self._silences(stopped),
             self._consequences_due, self._accusations_due, self._hangs, self._only_stopped_missing,
@@ -231,7 +232,7 @@ class FailureDetector:
 
     def refused(self, text: str) -> list[Instruction]:
         """Report once that a connection was refused, which may have been a rank's."""
-        if text not in self._refused and len(self._refused) < REFUSALS:
+        if text not in self._refused and len(self._refused) < MAX_REFUSED:
             self._refused.append(text)
             self._notice(text)
         return self._decided()
@@ -286,7 +287,7 @@ class FailureDetector:
             case events.Heartbeat():
                 self._beat(member, event)
             case events.Ready():
-                self._is_ready(member, event.generation)
+                self._mark_ready(member, event.generation)
             case events.Accused(failure=failure, generation=generation, waits=waits):
                 # Of a group that is over, whose members give each other up as they learn of it.
                 if generation == self.generation and failure.lost is not None:
@@ -310,7 +311,8 @@ class FailureDetector:
                 member.gone = True
                 self._dead(member, events.exit_text(status), loss=status < 0)
 
-    def _is_ready(self, member: WatchedRank, generation: int) -> None:
+    def _mark_ready(self, member: WatchedRank, generation: int) -> None:
+        """Note that `member` can be reached in the group of `generation`."""
         if generation == self.generation:
             self._called.discard(member.rank)
         self._begin_anew()
@@ -554,14 +556,15 @@ class FailureDetector:
             member = self._members[rank]
             if rank in stopped:
                 if self._now - member.seen_at > self.limits.silence:
-                    self._is_stopped(member)
+                    self._judge_stopped(member)
             elif member.state is State.ABSENT:
                 member.seen_at = self._now
             elif self._now - member.seen_at > self.limits.patience:
                 how = f"does not respond: no sign of life for {self.limits.patience:g} s"
                 self._give_up(member, how, loss=True)
 
-    def _is_stopped(self, member: WatchedRank) -> None:
+    def _judge_stopped(self, member: WatchedRank) -> None:
+        """Go on without a stopped rank if it is expendable; else give it up."""
         if not self._is_expendable(member):
             self._give_up(member, events.STOPPED, loss=True)
             return

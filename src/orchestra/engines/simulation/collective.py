@@ -181,7 +181,7 @@ class Collective(ABC):
 class Evaluated(Collective):
     """A collective whose times `evaluate` computes all at once.
 
-    `is_ready` is called as soon as the start of every rank is known.
+    `when_ready` is called as soon as the start of every rank is known.
 
     Attributes:
         joined_at: when the last rank is ready for messages.
@@ -191,10 +191,10 @@ class Evaluated(Collective):
     joined_at: float
 
     def __init__(
-        self, kernel: Kernel, placed: PlacedPlan, tag: int, is_ready: Callable[[Evaluated], None]
+        self, kernel: Kernel, placed: PlacedPlan, tag: int, when_ready: Callable[[Evaluated], None]
     ) -> None:
         super().__init__(kernel, placed, tag)
-        self._is_ready = is_ready
+        self._when_ready = when_ready
         self._unknown = len(placed.ranks)  # ranks whose start is unknown
         self._before: list[Part | None] = [None] * len(placed.ranks)
         # Those that some of the same threads execute next, and how many.
@@ -224,7 +224,7 @@ class Evaluated(Collective):
         self._started = np.maximum(self._began, free)
         self._joined = self._started + np.array(self._beginning) / self._rates
         self.joined_at = float(self._joined.max())
-        self._is_ready(self)
+        self._when_ready(self)
 
     def evaluate(self, loads: Loads) -> None:
         """Compute when each rank is complete, given the other traffic on its links."""

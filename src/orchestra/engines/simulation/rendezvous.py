@@ -134,10 +134,10 @@ class Rendezvous:
             return Sent(self._kernel, placed, tag)
         alone = placed.private and not placed.starts_slowly and not self._crowded(placed.ranks)
         if alone and (placed.keeps_partners or len(placed.ranks) > MAX_FOLLOWED):
-            return Evaluated(self._kernel, placed, tag, self._is_ready)
+            return Evaluated(self._kernel, placed, tag, self._evaluate_at_join)
         return Followed(self._kernel, placed, tag)
 
-    def _is_ready(self, collective: Evaluated) -> None:
+    def _evaluate_at_join(self, collective: Evaluated) -> None:
         """Evaluate `collective` when its last rank joins it: then earlier messages are on links."""
         time = max(self._kernel.now(), collective.joined_at)
         if time not in self._ready:
