@@ -445,7 +445,8 @@ class ElasticSession(Session):
         self.phases = checkpoints.resume(worker, self.strategy, state, common=apart)
         if apart:
             take_moments(self.phases.member, state)
-        worker.rate_scale *= self._resize_batch()
+        worker.rate_scale *= self._resizing_rate(self.begun_on)
+        self._resize_batch()
         self.samples = open_samples(self.task.train, self.run.seed, self.task.collate)
         position.plan_start, position.plan_step = position.consumed, 0
         workers = len(self.roles.workers)

@@ -72,6 +72,20 @@ class Saved:
     moments: Any = None  # by parameter, where the checkpoint is of another number of ranks
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """What a rank has read of a checkpoint that it can go on from."""
+
+    manifest: Manifest
+    saved: Saved
+    steps: Mapping[int, int]  # of each rank, by the number that the run's files know it by
+
+    @property
+    def is_of_others(self) -> bool:
+        """True if the state was put together from the files of all members."""
+        return self.saved.moments is not None
+
+
 def role_of(rank: int, roles: Roles) -> str:
     """Return the role of `rank` in words."""
     named = {"worker": roles.workers, "server": roles.servers}
@@ -136,7 +150,34 @@ class Session(Loop):
 
     def _join(self) -> None:
         """Join the others, from the newest checkpoint that fits if there is one. Collective."""
-        self.phases = self._start()
+        leader, below = self.roles.leader, None
+        while self.shared is None:
+            found = self.checkpoints.newest(leader, self._read_checkpoint, below)
+            if found is None:
+                break
+            below = self.checkpoints.index
+            self._adopt(found)
+            try:
+                self._resume(found.saved)
+            except Mismatch as mismatch:  # on every rank
+                if str(mismatch):
+                    self.checkpoints.refuse(below, mismatch)
+                self.checkpoints.require_own(below)
+                self._begin_anew()
+                continue
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise InputError(
+                    f"{self.folder}: checkpoint {below} does not fit this run ({error!r}); remove "
+                    "its folder to go on from the checkpoint before it"
+                ) from error
+            if self.runtime.rank == self.roles.workers[0]:
+                ranks, text = self.training.ranks, f", step {self.position.steps}"
+                if found.is_of_others:
+                    before = found.manifest.ranks
+                    text = f" of {before} rank{'s' * (before > 1)}, on {ranks}{text}"
+                self.runtime.reporter.notice(f"resumed from checkpoint {below}{text}")
+            return
+        self.phases = self._join_at_the_beginning()
 
     def _begin_anew(self) -> None:
         """Make what a run begins with, which nothing of an earlier attempt has touched."""
@@ -437,68 +478,54 @@ class Session(Loop):
 
     # Checkpoints
 
-    def _start(self) -> Phases:
-        """Join, from the newest checkpoint that fits if there is one."""
-        leader, below = self.roles.leader, None
-        while self.shared is None:
-            saved = self.checkpoints.newest(leader, self._read_saved, below)
-            if saved is None:
-                break
-            below = self.checkpoints.index
-            try:
-                phases = self._resume(saved)
-            except Mismatch as mismatch:  # on every rank
-                if str(mismatch):
-                    self.checkpoints.refuse(below, mismatch)
-                self.checkpoints.require_own(below)
-                self._begin_anew()
-                continue
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                raise InputError(
-                    f"{self.folder}: checkpoint {below} does not fit this run ({error!r}); remove "
-                    "its folder to go on from the checkpoint before it"
-                ) from error
-            if self.runtime.rank == self.roles.workers[0]:
-                ranks, text = self.training.ranks, f", step {self.position.steps}"
-                if saved.moments is not None:
-                    before = self.history[-2].ranks
-                    text = f" of {before} rank{'s' * (before > 1)}, on {ranks}{text}"
-                self.runtime.reporter.notice(f"resumed from checkpoint {below}{text}")
-            return phases
-        return self._join_at_the_beginning()
-
     def _join_at_the_beginning(self) -> Phases:
         return Phases(self.strategy, self.worker)
 
-    def _read_saved(self, index: int, manifest: Manifest) -> Saved:
-        """Return the state of this rank in checkpoint `index`; raise an exception if it does not
-        fit the run. The strategy's state is not looked at."""
-        worker = self.worker
-        self.budget, self.begun_on = manifest.budget, manifest.begun_on
-        self.history = manifest.history
-        worker.snapshots.due = tuple(evenly_due(self.budget, manifest.snapshots))
-        self._deal_out()
+    def _read_checkpoint(self, index: int, manifest: Manifest) -> Resumption:
+        """Return what this rank goes on from in checkpoint `index`; raise an exception if it does
+        not fit the run. The strategy's state is not looked at. `_adopt` puts it into effect."""
+        worker, budget = self.worker, manifest.budget
         if manifest.ranks == self.training.ranks and manifest.each_can_resume:
             saved = self.checkpoints.own(index)
         else:
-            saved = self._taken_over(index, manifest)
+            saved = self._read_members(index, manifest)
         found: Saved = from_plain(Saved, saved)
         require_alike(worker.parameters, found.parameters, "parameters")
         require_alike(dict(worker.buffers), found.buffers, "buffers")
-        position, last = found.position, len(worker.snapshots.due)
+        position, last = found.position, len(evenly_due(budget, manifest.snapshots))
         for name, value, most in (
-            ("position: steps", position.steps, self.budget),
-            ("position: consumed", position.consumed, self.budget),
+            ("position: steps", position.steps, budget),
+            ("position: consumed", position.consumed, budget),
             ("position: plan_start", position.plan_start, position.consumed),
             *(("snapshots: index", part.index, last) for part in found.snapshots),
         ):
             if not 0 <= value <= most:
                 raise Mismatch(f"{name}: {value} is not from 0 to {most}")
-        folder = self.folder / "checkpoints"
-        self._keep_records(manifest.steps_by_slot(folder, index), position.steps)
         with undisturbed():
             restore_random_state(found.random)
-        return found
+        steps = manifest.steps_by_slot(self.folder / "checkpoints", index)
+        return Resumption(manifest, found, steps)
+
+    def _adopt(self, found: Resumption) -> None:
+        """Go on with the budget, batch, history and records of the run in a checkpoint."""
+        manifest, saved = found.manifest, found.saved
+        self.budget, self.begun_on = manifest.budget, manifest.begun_on
+        self.history = manifest.history
+        self.worker.snapshots.due = tuple(evenly_due(self.budget, manifest.snapshots))
+        self._deal_out()
+        if found.is_of_others:
+            workers = len(self._roles_in(manifest).workers)
+            index = self.checkpoints.index
+            self.history += (Membership(self.training.ranks, workers, manifest.consumed, index),)
+            self._resize_batch()
+            # A phase that begins may draw from the streams before `_resume` restores them.
+            restore_random_state(saved.random)
+        self._keep_records(found.steps, saved.position.steps)
+
+    def _roles_in(self, manifest: Manifest) -> Roles:
+        """Return the roles in the phase of the checkpoint, on this number of ranks."""
+        strategy = list(phases(self.strategy))[manifest.phase]
+        return roles_of(strategy, self.training.ranks)
 
     def _keep_records(self, known: Mapping[int, int], steps: int) -> None:
         """Note up to where the records of this rank are right, which goes on after `steps` steps.
@@ -511,14 +538,13 @@ class Session(Loop):
                 if slot not in (runtime.members or range(runtime.ranks)):
                     keep_first(path, known.get(slot, steps))
 
-    def _taken_over(self, index: int, manifest: Manifest) -> dict[str, Any]:
+    def _read_members(self, index: int, manifest: Manifest) -> dict[str, Any]:
         """Return the state from which this rank goes on in a run of another number of ranks."""
         worker, runtime = self.worker, self.runtime
         if (why := refusal_to_resume(self.run, manifest)) is not None:
             raise InputError(why)
         members = Members(self.folder / "checkpoints", index, manifest)
-        strategy = list(phases(self.strategy))[manifest.phase]
-        roles = roles_of(strategy, self.training.ranks)
+        roles = self._roles_in(manifest)
         assigned = members.assigned(runtime.rank, runtime.ranks)
         parts = {rank: members.files[rank].unpacked("snapshots") for rank in assigned}
         self.checkpoints.read_snapshots(parts, index)
@@ -527,31 +553,35 @@ class Session(Loop):
         members.fill(parameters, self._ranges())
         # A stream of its own, which has not been used before.
         text = f"{self.run.seed} {runtime.ranks} {runtime.rank} {manifest.consumed}"
-        runtime.seed(random.Random(text).getrandbits(62))
-        workers = len(roles.workers)
-        self.history += (Membership(self.training.ranks, workers, manifest.consumed, index),)
+        with undisturbed():
+            runtime.seed(random.Random(text).getrandbits(62))
+            streams = random_state()
         return {
             "parameters": parameters,
             "buffers": members.buffers(worker.buffers),
             "strategy": members.state(),
-            "random": random_state(),
+            "random": streams,
             **members.figures(runtime.rank, roles),
             "snapshots": [part for own in parts.values() for part in own],
             "rates": tree["rates"],
-            "rate_scale": tree["rate_scale"] * self._resize_batch(),
+            "rate_scale": tree["rate_scale"] * self._resizing_rate(manifest.begun_on),
             "shares": [],
             "moments": members.moments(named, elementwise=elementwise),
         }
 
-    def _resize_batch(self) -> float:
-        """Let the samples of a step follow the number of ranks, if they are to; return the factor
-        for the learning rate."""
-        before, ranks = self.begun_on, self.training.ranks
-        if self.training.resized_batch == "kept":
+    def _resizing_rate(self, begun_on: int) -> float:
+        """Return the factor of the learning rate for the samples of a step on this number of ranks,
+        where they were those of `begun_on`."""
+        training = self.training
+        if training.resized_batch == "kept":
             return 1.0
-        self.begun_on = ranks
-        self._deal_out()
-        return rate_factor(self.training.optimizer, ranks / before)
+        return rate_factor(training.optimizer, training.ranks / begun_on)
+
+    def _resize_batch(self) -> None:
+        """Let the samples of a step follow the number of ranks, if they are to."""
+        if self.training.resized_batch == "scaled":
+            self.begun_on = self.training.ranks
+            self._deal_out()
 
     def _ranges(self) -> Sequence[ModelRange]:
         """Return where the parameters of this rank lie in those of the whole model."""
@@ -560,8 +590,8 @@ class Session(Loop):
         places = self.worker.snapshots.places
         return places["parameters"] if places else [ModelRange(0, self.worker.layout.size, 0)]
 
-    def _resume(self, saved: Saved) -> Phases:
-        """Collective: go on from this rank's state in a checkpoint; return the phases."""
+    def _resume(self, saved: Saved) -> None:
+        """Collective: go on from this rank's state in a checkpoint."""
         worker = self.worker
         restore(worker.parameters, saved.parameters)
         self.position, self.totals, worker.measures = saved.position, saved.totals, saved.measures
@@ -575,7 +605,6 @@ class Session(Loop):
         self.phases = checkpoints.resume(worker, self.strategy, vars(saved), common=moved)
         worker.inherited = {}
         self.order.first_step, self.shares = saved.position.steps, saved.shares
-        return self.phases
 
     def _write_checkpoint(self, *, whole: bool = True) -> bool:
         if self.shared is not None:
