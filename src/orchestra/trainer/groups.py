@@ -124,7 +124,7 @@ class ElasticSession(Session):
 
     def _join_at_the_beginning(self) -> Phases:
         if self._before is not None:
-            self._keep_records({}, 0)
+            self._truncate_records({}, 0)
         return super()._join_at_the_beginning()
 
     def begin(self) -> None:

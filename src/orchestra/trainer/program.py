@@ -42,7 +42,7 @@ def train(
             except (PeerLost, GroupChanged) as error:
                 session = session.in_next_group(error)
     except Exception:
-        session.keep_records()
+        session.flush_records()
         raise
     finally:
         if session.training.record_order:

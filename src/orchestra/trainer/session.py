@@ -267,7 +267,7 @@ class Session(Loop):
             curve.agree_on_buffers(self.worker, self.totals.samples, leader)
         self.recorder.pause()
 
-    def keep_records(self) -> None:
+    def flush_records(self) -> None:
         """Bring what was measured so far to disk, unless there is no room."""
         with contextlib.suppress(RunFailed):
             self.recorder.flush()
@@ -520,17 +520,17 @@ class Session(Loop):
             self._resize_batch()
             # A phase that begins may draw from the streams before `_resume` restores them.
             restore_random_state(saved.random)
-        self._keep_records(found.steps, saved.position.steps)
+        self._truncate_records(found.steps, saved.position.steps)
 
     def _roles_in(self, manifest: Manifest) -> Roles:
         """Return the roles in the phase of the checkpoint, on this number of ranks."""
         strategy = list(phases(self.strategy))[manifest.phase]
         return roles_of(strategy, self.training.ranks)
 
-    def _keep_records(self, known: Mapping[int, int], steps: int) -> None:
+    def _truncate_records(self, known: Mapping[int, int], steps: int) -> None:
         """Note up to where the records of this rank are right, which goes on after `steps` steps.
-        The first one drops what was written down after that by ranks that are no more. `known` are
-        the steps of each rank, by the numbers of the files."""
+        The first rank truncates the records of departed ranks there. `known` are the steps of each
+        rank, by the numbers of the files."""
         runtime = self.runtime
         self.kept_steps = known.get(runtime.slot)
         if runtime.rank == 0:
