@@ -90,6 +90,8 @@ class HeldSlice:
     neighbour: Neighbour | None = None
 
     def __post_init__(self) -> None:
+        # Both need the whole gradient of a push.
+        assert not (self.apply_per_part and (self.corrections or self.clip))
         self.values = self.application.values
         self._whole = SliceRange(0, self.values.numel(), slice(None))
         start = self.parts[0].first if self.parts else 0
@@ -207,8 +209,7 @@ class HeldSlice:
             self.charge("mix", len(arrived) * size, add_up)
 
         def apply() -> None:
-            # Without data there is no step: moments and weight decay leave the values alone.
-            if any(push.samples for push in pushes):
+            if self._makes_step(sum(push.samples for push in pushes)):
                 used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
                 self.application.apply(gradient, span, pushes[0], used, 1)
 
@@ -293,11 +294,11 @@ class HeldSlice:
             return self.copy_answer(worker), None
         # `send` copies into the buffer what has not left: a slow worker holds up nobody.
         self.charge("encode", self.values.numel(), lambda: None)
-        return self.application.answer, self._spare(worker)
+        return self.application.answer, self._take_memory(worker)
 
     def copy_answer(self, worker: int) -> Tensor:
         """Return what a worker is answered with, which no later update changes."""
-        copy = self._spare(worker)
+        copy = self._take_memory(worker)
         if not self.application.answers_with_gradient:
             self.charge("encode", copy.numel(), lambda: copy.copy_(self.application.answer))
         if self._needs_given:
@@ -305,8 +306,8 @@ class HeldSlice:
             self._memory[worker].given = copy
         return copy
 
-    def _spare(self, worker: int) -> Tensor:
-        """Return memory for an answer: that of the worker's gradient, once it has been applied."""
+    def _take_memory(self, worker: int) -> Tensor:
+        """Take memory for an answer: that of the worker's gradient, once it has been applied."""
         if self.state.when.answers_on_arrival:
             return torch.empty_like(self.values)
         return self._gradients.pop((worker, self._clocks[worker]))
@@ -331,7 +332,7 @@ class HeldSlice:
     def _add_up(self, update: Update, gradients: Sequence[Tensor]) -> tuple[Tensor, float]:
         """Correct each push, and form their average, weighted by samples.
 
-        Returns the average and what its learning rates are divided by.
+        Returns the average and the divisor of its learning rates.
         """
         total = self.application.total.zero_()
         if not update.samples:
@@ -351,33 +352,37 @@ class HeldSlice:
     ) -> None:
         """Apply the average, or the one push."""
         push = update.pushes[0]
-        # Without data there is no step: moments and weight decay leave the values alone.
-        if not update.samples and not self.application.applies_empty_pushes:
+        if not self._makes_step(update.samples):
             return
         gradient, divisor = average or (gradients[0], self._correct(push, gradients[0]))
         if self.clip is not None:
             self.clip(transport, gradient)
         self.application.apply(gradient, self._whole, push, update.used, divisor)
 
+    def _makes_step(self, samples: int) -> bool:
+        """Return whether pushes of so many samples make a step: without data, moments and weight
+        decay leave the values alone."""
+        return bool(samples) or self.application.applies_empty_pushes
+
     def _correct(self, push: Push, gradient: Tensor) -> float:
-        """Apply the corrections to `gradient`; return what its learning rates are divided by.
+        """Apply the corrections to `gradient`; return the divisor of its learning rates.
 
         Raises:
             RunFailed: a correction returned no such number.
         """
-        divisor = 1.0
+        product = 1.0
         for correction in self.corrections:
             memory = self._memory[push.worker]
-            factor: Any = correction.correct(push, gradient, self.values, memory)
-            is_number = isinstance(factor, Real)
-            if not (is_number and factor > 0):
-                found = factor if is_number else type(factor).__name__
+            divisor: Any = correction.correct(push, gradient, self.values, memory)
+            is_number = isinstance(divisor, Real)
+            if not (is_number and divisor > 0):
+                found = divisor if is_number else type(divisor).__name__
                 raise RunFailed(
                     f"{type(correction).__name__}.correct() has to return what the learning rates "
                     f"are divided by, a number above 0; it returned {found}"
                 )
-            divisor *= factor
-        return divisor
+            product *= divisor
+        return product
 
     def all_have_read(self) -> None:
         """At a quiet point: every worker was given the values as they are now."""

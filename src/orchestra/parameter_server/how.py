@@ -58,7 +58,7 @@ class Correction(Settings, ABC):
 
     @abstractmethod
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
-        """Change `gradient` in place; return what the push's learning rates are divided by.
+        """Change `gradient` in place; return the divisor of the push's learning rates.
 
         Args:
             push: its `staleness` counts the updates since its worker's read.
@@ -85,7 +85,7 @@ class DividedByWorkers(Correction):
     workers: int = setting(1, "number of workers", low=1, high=MAX_RANKS)
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
-        """Return the number of workers."""
+        """Return the divisor: the number of workers."""
         return self.workers
 
 
@@ -96,7 +96,7 @@ class DividedByStaleness(Correction):
     changes_gradient = False
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
-        """Return max(tau, 1)."""
+        """Return the divisor: max(tau, 1)."""
         return max(push.staleness, 1)
 
 
@@ -113,7 +113,7 @@ class PolynomialStaleness(Correction):
     exponent: float = setting(0.5, "a", low=0, high=10)
 
     def correct(self, push: Push, gradient: Tensor, values: Tensor, memory: WorkerMemory) -> float:
-        """Return (1 + tau)^a."""
+        """Return the divisor: (1 + tau)^a."""
         return float((1 + push.staleness) ** self.exponent)
 
 

@@ -300,14 +300,16 @@ class ParameterServer(Strategy):
     def _rules(self, worker: Worker, roles: Roles, slices: Sequence[Slice]) -> ServerRules:
         updates, workers = self.returns == "parameters", len(roles.workers)
         when = self.when(workers)
+        corrections = tuple(self.corrections(workers).values())
         # Replicas take whole pushes, and what is compressed goes slice by slice.
         whole = self.replicas or self.compression is not None
         parts = [] if whole else exchange.parts_of(worker, slices)
-        stepwise = worker.optimizer.elementwise or not updates
+        # Corrections need whole pushes.
+        stepwise = (worker.optimizer.elementwise or not updates) and not corrections
         return exchange.ServerRules(
             when,
             self.application,
-            tuple(self.corrections(workers).values()),
+            corrections,
             clips=updates and when.averages,
             queue_shares=None if when.averages else roles.shares,
             compression=self.compression,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.parameter_server.how import Correction, WorkerMemory
 from orchestra.parameter_server.messages import Push
+from orchestra.parameter_server.when import ServerSettings
 from orchestra.settings import parse
 from orchestra.strategies.member import Member
 from orchestra.strategies.parameter_server import ParameterServer
@@ -126,6 +127,31 @@ def test_correction_does_not_change_the_gradient_of_the_worker() -> None:
     ((gradient, after, moved),) = run_ranks(1, program)
     assert torch.equal(after, gradient)
     assert torch.allclose(moved, 2 * RATE * gradient, atol=1e-6)
+
+
+@dataclass(frozen=True, repr=False)
+class DoublingAnyPush(Doubling):
+    def contradictions(self, given: ServerSettings, setting: str) -> Iterator[str]:
+        return iter(())
+
+
+@pytest.mark.parametrize("bucket_bytes", [PARTS, WHOLE])
+def test_synchronous_server_corrects_pushes_that_come_in_parts(bucket_bytes: int) -> None:
+    def program(runtime: Runtime) -> list[Tensor]:
+        moved = []
+        for rate in ("kept", DoublingAnyPush()):
+            worker = make_worker(runtime, bucket_bytes)
+            member = ParameterServer(placement="beside", learning_rate=rate).join(worker)
+            before = worker.parameters.clone()
+            worker.begin_step(Step(1, 2, rates=(RATE,)))
+            member.gradient(torch.ones(1, 4))
+            member.update()
+            member.rest(Rest(Reason.END))
+            moved.append(before - worker.parameters)
+        return moved
+
+    for plain, doubled in run_ranks(2, program):
+        assert torch.allclose(doubled, 2 * plain, atol=1e-6)
 
 
 read_at: list[int] = []
