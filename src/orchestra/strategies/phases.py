@@ -24,7 +24,7 @@ from orchestra.strategies.base import (
     roles_of,
     state_of,
 )
-from orchestra.strategies.switch import phases
+from orchestra.strategies.switch import flattened_phases
 from orchestra.strategies.traits import Dealing, Pace, Traits, WorkMode
 from orchestra.strategies.watching import Watching
 
@@ -56,7 +56,7 @@ class Phases:
         common: bool = False,
     ) -> None:
         self.worker = worker
-        self._strategies = phases(strategy)
+        self._strategies = flattened_phases(strategy)
         self._watching = Watching(strategy)
         self._queue_of = worker.queue_of  # makes queues that end with the budget
         self._choice: CandidateChoice | None = None

@@ -67,7 +67,7 @@ class Switch(Phased):
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
                     "can go on with: use it alone"
                 )
-        entered = phases(self.then)[0]
+        entered = flattened_phases(self.then)[0]
         server_divides = isinstance(entered, ParameterServer) and entered.learning_rate == "divided"
         if self.learning_rate == "divided" and server_divides:
             raise InputError(
@@ -131,8 +131,8 @@ class Switch(Phased):
             )
 
 
-def phases(strategy: Strategy) -> list[Strategy]:
+def flattened_phases(strategy: Strategy) -> list[Strategy]:
     """Return the phases of a switch, also of switches in it, in order; else `strategy` itself."""
     if not isinstance(strategy, Switch):
         return [strategy]
-    return [*phases(strategy.first), *phases(strategy.then)]
+    return [*flattened_phases(strategy.first), *flattened_phases(strategy.then)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from orchestra import exchange
 from orchestra.coordinator.batches import BatchQueue, Observer
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.switch import Switch, phases
+from orchestra.strategies.switch import Switch, flattened_phases
 from orchestra.strategies.switch_rules import RuleState
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def transitions_of(strategy: Strategy, first: int = 0) -> list[Transition]:
     """
     if not isinstance(strategy, Switch):
         return []
-    target = first + len(phases(strategy.first))
+    target = first + len(flattened_phases(strategy.first))
     inner = transitions_of(strategy.first, first) + transitions_of(strategy.then, target)
     return [*inner, Transition(strategy, first, target)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestra.data import IID
 from orchestra.strategies.base import roles_of
-from orchestra.strategies.switch import phases
+from orchestra.strategies.switch import flattened_phases
 from orchestra.strategies.watching import transitions_of
 from orchestra.trainer.checkpoint_files import Manifest
 from orchestra.trainer.settings import Run
@@ -29,7 +29,7 @@ def refusal_to_resume(run: Run, manifest: Manifest) -> str | None:
             f"strategy: {run.strategy!r} has scaled the learning rate by the number of workers: "
             f"{remedy}"
         )
-    strategy = list(phases(run.strategy))[manifest.phase]
+    strategy = flattened_phases(run.strategy)[manifest.phase]
     batch = training.global_batch(roles_of(strategy, training.ranks).shares, manifest.begun_on)
     if training.resized_batch == "kept" and batch != manifest.global_batch:
         return (

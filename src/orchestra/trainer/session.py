@@ -31,7 +31,7 @@ from orchestra.records.report import LeaderReport, Membership, Point, RankReport
 from orchestra.settings.base import REQUIRED, Mismatch, from_plain, setting
 from orchestra.strategies.base import ModelPart, Roles, Strategy, roles_of
 from orchestra.strategies.phases import Phases
-from orchestra.strategies.switch import phases
+from orchestra.strategies.switch import flattened_phases
 from orchestra.strategies.traits import Partition
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
@@ -110,7 +110,7 @@ class Session(Loop):
             self.shared = runtime.share(lambda: setup.ShapesRun(run))
             run = self.shared.run
         training = run.training
-        windows = len(list(phases(strategy)))
+        windows = len(flattened_phases(strategy))
         # By the engine's clock: a replay has no timeline, so that these looks at the clock must not
         # be in the record of the order.
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
@@ -524,7 +524,7 @@ class Session(Loop):
 
     def _roles_in(self, manifest: Manifest) -> Roles:
         """Return the roles in the phase of the checkpoint, on this number of ranks."""
-        strategy = list(phases(self.strategy))[manifest.phase]
+        strategy = flattened_phases(self.strategy)[manifest.phase]
         return roles_of(strategy, self.training.ranks)
 
     def _truncate_records(self, known: Mapping[int, int], steps: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.switch import phases
+from orchestra.strategies.switch import flattened_phases
 from orchestra.worker.layout import owner_of
 from orchestra.worker.worker import Worker
 
@@ -60,7 +60,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
 
 def may_serve(strategy: Strategy, ranks: int) -> bool:
     """Return whether a rank has no data in some phase of `strategy`."""
-    return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
+    return any(len(phase.roles(ranks).workers) < ranks for phase in flattened_phases(strategy))
 
 
 def check_roles(strategy: Strategy, ranks: int) -> None:
@@ -71,7 +71,7 @@ def check_roles(strategy: Strategy, ranks: int) -> None:
             f"{strategy!r} runs on {shares} process(es), but {ranks} were started: start as many, "
             "or name another strategy"
         )
-    for first, then in itertools.pairwise(phases(strategy)):
+    for first, then in itertools.pairwise(flattened_phases(strategy)):
         late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
         if late:
             raise InputError(
