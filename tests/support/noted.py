@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Pending, Transport
 
 
 @dataclass
@@ -25,5 +25,5 @@ class Noted:
         self.sent.append((self.inner.rank, to, tag, tensor.nbytes))
         return self.inner.send(tensor, to, tag, **options)
 
-    def spawn(self, function: Callable[[Any], Any]) -> Task[Any]:
+    def spawn(self, function: Callable[[Any], Any]) -> Pending[Any]:
         return self.inner.spawn(lambda transport: function(Noted(transport, self.sent)))

@@ -22,7 +22,7 @@ from orchestra.engines.live import print_notice
 from orchestra.engines.processes import Outcome, launch
 from orchestra.engines.processes.system import RankPlace
 from orchestra.transports import compiled
-from orchestra.transports.protocol import CollectiveCall, Task, Transport
+from orchestra.transports.protocol import CollectiveCall, Pending, Transport
 from orchestra.worker.runtime import RankActivity, Runtime, chosen_threads, cpu_quota
 
 TAG = 7
@@ -84,7 +84,7 @@ def pass_round(runtime: Runtime, _: None) -> float:
     return float(total)
 
 
-def all_reduce_natively(runtime: Runtime, vector: Tensor) -> Task[int]:
+def all_reduce_natively(runtime: Runtime, vector: Tensor) -> Pending[int]:
     everyone = Group(tuple(range(runtime.ranks)))
     return runtime.transport.collective(CollectiveCall(None, vector, everyone, TAG))
 

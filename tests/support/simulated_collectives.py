@@ -20,7 +20,7 @@ from orchestra.engines.simulation.participant import Participant
 from orchestra.engines.simulation.placed import PlacedPlan
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
-from orchestra.transports.protocol import CollectiveCall, Task, Transport
+from orchestra.transports.protocol import CollectiveCall, Pending, Transport
 from orchestra.worker.runtime import Runtime, Work
 
 COSTLY = Overhead(
@@ -52,7 +52,7 @@ class MessageByMessage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def collective(self, call: CollectiveCall) -> Task[int]:
+    def collective(self, call: CollectiveCall) -> Pending[int]:
         return self.inner.collective(call._replace(message_by_message=True))
 
 

@@ -172,7 +172,7 @@ class Regroup:
 
 
 @dataclass(frozen=True)
-class Rest:
+class Quiesce:
     """Ask every rank to come to rest, and to wait there for the next group."""
 
 
@@ -203,7 +203,7 @@ class Notice:
     text: str
 
 
-Instruction = Abort | Disconnect | Regroup | Rest | Refuse | Kill | Stop | Notice
+Instruction = Abort | Disconnect | Regroup | Quiesce | Refuse | Kill | Stop | Notice
 
 # Texts --------------------------------------------------------------------------------------
 

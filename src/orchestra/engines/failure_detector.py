@@ -463,7 +463,7 @@ class FailureDetector:
                     self._take_in(come)
                 elif not self._asked_to_rest:
                     self._asked_to_rest = True
-                    self._instructions.append(events.Rest())
+                    self._instructions.append(events.Quiesce())
 
     def _come(self) -> list[WatchedRank]:
         """Return those who are to be taken in."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import GroupChanged, InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
-from orchestra.transports.protocol import CollectiveCall, Handle, Task, Transport
+from orchestra.transports.protocol import CollectiveCall, Handle, Pending, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import bucket_edges
 from orchestra.worker.worker import Worker
@@ -51,11 +51,11 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
     ]
 
 
-Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
+Begin = Callable[[Bucket, bool], Sequence[Pending[int]]]
 """begin(bucket, background): begins the sum of a bucket over the workers; returns the collectives
 that it takes, in their order. Each collective gives the bytes of its buffer."""
 
-BeginSum = Callable[[Tensor, bool], Task[int]]
+BeginSum = Callable[[Tensor, bool], Pending[int]]
 """begin_sum(vector, background): begins the sum of a vector over the workers, in its place."""
 
 
@@ -83,7 +83,7 @@ class GradientAverage:
         self._bucket_of = [i for i, bucket in enumerate(self._buckets) for _ in range(bucket.slots)]
         self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
         self._next = 0  # the first bucket that was not begun yet
-        self._under_way: list[Task[int]] = []
+        self._under_way: list[Pending[int]] = []
         self._overlaps = len(worker.workers) > 1 and len(self._buckets) > 1
         if self._overlaps:
             worker.gradients.on_ready = self._slots_are_ready
@@ -156,7 +156,7 @@ class ScheduledGroup:
         edges: Sequence[int] | None = None,
         *,
         background: bool = False,
-    ) -> Task[int]:
+    ) -> Pending[int]:
         """Begin this rank's part; see `Transport.collective`."""
         call = CollectiveCall(self.schedule, vector, self.group, tag, edges, background)
         return transport.collective(call)
@@ -211,7 +211,7 @@ class NativeSum:
     """torch.distributed's own all-reduce under way on `worker`."""
 
     worker: Worker
-    work: Task[int]
+    work: Pending[int]
 
     def wait(self) -> int:
         started = self.worker.transport.now()
@@ -226,12 +226,12 @@ class NativeSum:
 def native_sum(worker: Worker) -> BeginSum:
     """Collective: sum vectors by torch.distributed's own all-reduce."""
 
-    def all_reduce(vector: Tensor) -> Task[int]:
+    def all_reduce(vector: Tensor) -> Pending[int]:
         return worker.transport.collective(
             CollectiveCall(None, vector, worker.everyone, Tag.NATIVE)
         )
 
-    def begin(vector: Tensor, background: bool) -> Task[int]:
+    def begin(vector: Tensor, background: bool) -> Pending[int]:
         ranks = len(worker.workers)
         # Those of a ring: the backend does not tell what it sends.
         worker.measures.native_bytes += 2 * (ranks - 1) * vector.nbytes // ranks

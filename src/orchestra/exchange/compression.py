@@ -19,11 +19,11 @@ from orchestra.parameter_server.messages import Push
 from orchestra.parameter_server.placement import Piece, Slice
 from orchestra.schedules import ALL_REDUCE, ring_all_gather
 from orchestra.settings.base import COMMON
-from orchestra.transports.protocol import Group, Task, Transport
+from orchestra.transports.protocol import Group, Pending, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
-Rounds = Iterator[Task[int]]
+Rounds = Iterator[Pending[int]]
 """Collectives in sequence: each is begun when the one before is over."""
 
 
@@ -169,17 +169,17 @@ class CompressedSum(_Codec):
         self._gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
         self._own = ring.index(worker.rank)
 
-    def begin(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+    def begin(self, bucket: Bucket, background: bool) -> Sequence[Pending[int]]:
         """Encode the bucket of this step and begin its first round, and the sum of the tail."""
         if bucket.first == 0:
             self._state.begin_sum(self._worker)
         return self.sum(bucket, self._state.steps - 1, background)
 
-    def sum(self, bucket: Bucket, step: int, background: bool) -> Sequence[Task[int]]:
+    def sum(self, bucket: Bucket, step: int, background: bool) -> Sequence[Pending[int]]:
         """Like `begin`, for a bucket that is summed for the time number `step`."""
         gradient, tail = bucket.values.tensor_split([self._worker.layout.size - bucket.first])
         rounds = self._added if self._compressor.adds else self._gathered
-        begun: list[Task[int]] = []
+        begun: list[Pending[int]] = []
         if gradient.numel():  # not of tensors without elements alone
             begun.append(_Rounds(rounds(bucket, step, gradient, background)))
         if tail.numel():
@@ -260,7 +260,7 @@ class CompressedSum(_Codec):
 
         self._charge("decode", decoding * ranks * gradient.numel(), decode)
 
-    def _begin_gather(self, gather: _Gather, background: bool) -> Task[int]:
+    def _begin_gather(self, gather: _Gather, background: bool) -> Pending[int]:
         return self._gather.begin(
             self._transport, gather.vector, self._tag, gather.edges, background=background
         )

@@ -22,7 +22,7 @@ from orchestra.parameter_server.server import Server
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from orchestra.transports.protocol import Task
+    from orchestra.transports.protocol import Pending
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Connection:
     rules: ServerRules
     channel: ServerChannel | None = field(init=False, default=None)
     server: Server | None = field(init=False, default=None)
-    flow: Task[None] | None = field(init=False, default=None)
+    flow: Pending[None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.worker.rank in self.servers:

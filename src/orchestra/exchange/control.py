@@ -34,7 +34,7 @@ from orchestra.coordinator.events import (
 from orchestra.coordinator.fence import LEASE, FencedWorker, FenceLeader
 from orchestra.coordinator.rest import Reason, Rest
 from orchestra.errors import PeerLost
-from orchestra.transports.protocol import Task, Transport, send_unless_lost
+from orchestra.transports.protocol import Pending, Transport, send_unless_lost
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Step, Worker
 
@@ -53,7 +53,7 @@ class ControlFlow:
         self._transport = transport
         self._leader = leader
         self._tag = tag
-        self._task: Task[None] | None = None
+        self._task: Pending[None] | None = None
         if core is not None:
             self._core = core
             self._task = transport.spawn(self._control)

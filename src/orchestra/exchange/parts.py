@@ -16,7 +16,7 @@ from orchestra.exchange.servers import ServerRules
 from orchestra.parameter_server.beside import ServerBeside
 from orchestra.parameter_server.messages import Answer, Kind, Push, Request, encode_request
 from orchestra.parameter_server.placement import Part, Slice, cut_into_parts
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Pending, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -77,10 +77,10 @@ class PartedChannel(ServerChannel):
         self._averages = not rules.application.holds_model
         self._there = [False] * len(worker.layout.slots)  # slots that have their gradient
         self._next = 0  # the first part that was not pushed yet
-        self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
+        self._pushed: dict[int, Pending[None]] = {}  # the last part that was, by server
         self._leaving: dict[int, deque[list[Handle]]] = defaultdict(deque)  # parts, by server
         self._into: Tensor | None = None  # takes in values; None unless open
-        self._pulling: dict[int, Task[Any]] = {}  # by part, unless its values are there
+        self._pulling: dict[int, Pending[Any]] = {}  # by part, unless its values are there
         self._missing = 0  # parts before this one are not known to be there
 
     def open(self) -> None:

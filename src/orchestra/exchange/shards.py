@@ -25,7 +25,7 @@ from orchestra.optimizers.spec import (
 )
 from orchestra.parameter_server.placement import Piece
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
-from orchestra.transports.protocol import CollectiveCall, Task
+from orchestra.transports.protocol import CollectiveCall, Pending
 from orchestra.transports.tags import Tag
 from orchestra.worker.gathering import Gathering, ShardedWorker, through_layout
 from orchestra.worker.layout import ShardUnit, Share, cut_into_units
@@ -78,7 +78,7 @@ class Shards:
         """Make what gathers the parameters of this worker when they are used."""
         worker, transport = self._worker, self._worker.transport
 
-        def gather(unit: ShardUnit, values: Tensor) -> Task[int]:
+        def gather(unit: ShardUnit, values: Tensor) -> Pending[int]:
             ring = self._all_gather  # on the flow that sums gradients: in the same order everywhere
             call = CollectiveCall(ring.schedule, values, ring.group, Tag.SHARDS, unit.edges)
             return transport.in_background(lambda flow: flow.execute(call))
@@ -131,7 +131,7 @@ class Shards:
             return GradientAverage(self._worker, self.sum)
         return ScatteredAverage(self._worker, self)
 
-    def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
+    def sum(self, bucket: Bucket, background: bool) -> list[Pending[int]]:
         """Begin the sum of this worker's slice of `bucket`. With the last bucket, begin also the
         sum of the values that travel with the gradient to all workers."""
         transport = self._worker.transport
@@ -182,7 +182,7 @@ class Scattering:
 
     worker: Worker
     unit: ShardUnit
-    task: Task[int]
+    task: Pending[int]
     over: bool = False
 
     def wait(self) -> int:
@@ -220,7 +220,7 @@ class ScatteredAverage(GradientAverage):
             gathering.end_pass()
         super().finish()
 
-    def _begin_unit(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+    def _begin_unit(self, bucket: Bucket, background: bool) -> Sequence[Pending[int]]:
         unit, gathering = self._shards.units[self._next], self._shards.gathering
         # The last unit is summed after the pass, outside of the order that is agreed on.
         if gathering is not None and unit is not self._shards.units[-1]:

@@ -12,7 +12,7 @@ from orchestra.parameter_server.held_slice import HeldSlice, Neighbour
 from orchestra.parameter_server.messages import Answer, QuietPoint, Request
 from orchestra.parameter_server.server import Server
 from orchestra.transports.background import Begun, Turns
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import Pending, Transport
 
 
 class ServerBeside(Server):
@@ -23,7 +23,7 @@ class ServerBeside(Server):
     requests, at a rest or without work, are messages: the server's flow waits for these anyhow.
     """
 
-    flow: Task[None]
+    flow: Pending[None]
     """The server's own flow, from `open` on."""
 
     def __init__(self, own: HeldSlice, transport: Transport) -> None:
@@ -35,7 +35,7 @@ class ServerBeside(Server):
         self._parts: set[int] = set()  # whose values the worker has
         self._error: BaseException | None = None
 
-    def open(self, transport: Transport) -> Task[None]:
+    def open(self, transport: Transport) -> Pending[None]:
         """Begin to serve in the background."""
         self.flow = super().open(transport)
         return self.flow
@@ -84,7 +84,7 @@ class ServerBeside(Server):
         self._neighbour.into_parts[request.step] = into
         self._take_part(transport, request, gradient)
 
-    def part(self, transport: Transport, number: int) -> Task[None]:
+    def part(self, transport: Transport, number: int) -> Pending[None]:
         """Return a task that ends when the worker has the values of a part."""
 
         def wait(begun: Begun) -> None:

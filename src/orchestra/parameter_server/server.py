@@ -11,7 +11,7 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.messages import Kind, QuietPoint, Request, decode_request
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import Pending, Transport
 from orchestra.transports.tags import Tag
 
 
@@ -26,7 +26,7 @@ class Server:
         """The workers that may still want something."""
         return self.own.state.live
 
-    def open(self, transport: Transport) -> Task[None]:
+    def open(self, transport: Transport) -> Pending[None]:
         """Begin to serve in the background, while the worker on this rank trains."""
         return transport.spawn(self.serve_to_the_end)
 

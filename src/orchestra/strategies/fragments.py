@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from orchestra.compression.base import Compressor
     from orchestra.strategies.outer import OuterState
-    from orchestra.transports.protocol import Task, Transport
+    from orchestra.transports.protocol import Pending, Transport
     from orchestra.worker.worker import Worker
 
 NEGLIGIBLE_WEIGHT = 2.0**-100
@@ -38,7 +38,7 @@ class Fragment:
     travelling: Tensor | None = None  # an average in flight
     sent: Tensor | None = None  # the values of this worker in it, for CoCoD-SGD
     due: int = 0  # the step at which the average in flight is applied
-    flow: Task[None] | None = field(default=None, init=False)
+    flow: Pending[None] | None = field(default=None, init=False)
 
     @property
     def weight(self) -> float:

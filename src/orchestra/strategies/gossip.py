@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import CompressionState, SliceCodec
-    from orchestra.transports.protocol import Task, Transport
+    from orchestra.transports.protocol import Pending, Transport
     from orchestra.worker.worker import Worker
 
 
@@ -120,7 +120,7 @@ class DPSGDMember(ReplicaMember[Gossip]):
 
     step: int = field(default=0, metadata=COMMON)  # steps done
     mixed: Tensor = field(init=False)  # sum_j W_ij x_j, once `mixing` is done
-    mixing: Task[Tensor] | None = field(init=False, default=None)
+    mixing: Pending[Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.mixed = torch.empty_like(self.worker.parameters)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept
-    from orchestra.transports.protocol import Handle, Task, Transport
+    from orchestra.transports.protocol import Handle, Pending, Transport
     from orchestra.worker.worker import Worker
 
 
@@ -155,7 +155,7 @@ class PairwiseAverage:
         self._other = torch.empty_like(worker.parameters)
         self._held = True  # by the main flow
         self._replies: dict[int, Handle] = {}
-        self._flow: Task[None] | None = None
+        self._flow: Pending[None] | None = None
 
     def open(self) -> None:
         """Begin the flow, unless it goes on."""

@@ -23,7 +23,7 @@ from orchestra.transports.tags import Tag
 if TYPE_CHECKING:
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept
-    from orchestra.transports.protocol import Task, Transport
+    from orchestra.transports.protocol import Pending, Transport
     from orchestra.worker.worker import Worker
 
 
@@ -248,7 +248,7 @@ class GroupAverage:
         self._alone = len(worker.workers) == 1
         kind = SmartGenerator if prague.generator == "smart" else RandomGenerator
         self._generator = kind(worker.workers.ranks, prague)
-        self._flow: Task[None] | None = None
+        self._flow: Pending[None] | None = None
 
     def open(self) -> None:
         """Begin to form groups on the first worker, unless that goes on."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from orchestra.coordinator.rest import Rest
     from orchestra.exchange import Kept
-    from orchestra.transports.protocol import Task
+    from orchestra.transports.protocol import Pending
     from orchestra.worker.worker import Worker
 
 SENDING, RECEIVING = 0, 1
@@ -274,7 +274,7 @@ class BackgroundPush(PushMember):
     """
 
     exchanges: int = field(default=0, metadata=COMMON)  # begun so far
-    leaving: list[tuple[int, Task[Tensor]]] = field(init=False, default_factory=list)
+    leaving: list[tuple[int, Pending[Tensor]]] = field(init=False, default_factory=list)
 
     def send_shares(self, shares: Mapping[int, float], kept: float) -> None:
         """Begin to send the shares of an exchange, and keep the rest."""
@@ -291,7 +291,7 @@ class BackgroundPush(PushMember):
         )
         self.leaving.append((self.step, sending))
 
-    def receive(self, source: int | None) -> Task[Tensor]:
+    def receive(self, source: int | None) -> Pending[Tensor]:
         """Begin to receive the next message of `source`, or of any rank."""
         return self.worker.transport.in_background(
             lambda flow: flow.receive(source, Tag.MIX).wait(), RECEIVING
@@ -318,7 +318,7 @@ class OverlappedPush(BackgroundPush):
     `arriving` are the expected messages: the step in which each was sent, its source and itself.
     """
 
-    arriving: list[tuple[int, int, Task[Tensor]]] = field(init=False, default_factory=list)
+    arriving: list[tuple[int, int, Pending[Tensor]]] = field(init=False, default_factory=list)
 
     def mix(self) -> None:
         """Send in the steps that the period divides; add what is here, wait for what is due."""
@@ -424,7 +424,7 @@ class AsynchronousPush(BackgroundPush):
     received: int = field(init=False, default=0)
     heard: bool = field(init=False, default=True)  # since it sent
     # The next messages, of whatever rank
-    arriving: deque[Task[Tensor]] = field(init=False, default_factory=deque)
+    arriving: deque[Pending[Tensor]] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
         self.sent = torch.zeros(len(self.worker.workers), dtype=torch.float64)
@@ -452,7 +452,7 @@ class AsynchronousPush(BackgroundPush):
         self.received = 0
         self.wait_for_sends(due=self.step)
 
-    def next_message(self) -> Task[Tensor]:
+    def next_message(self) -> Pending[Tensor]:
         while len(self.arriving) < AWAITED:
             self.arriving.append(self.receive(None))
         return self.arriving[0]

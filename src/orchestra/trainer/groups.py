@@ -33,7 +33,7 @@ from orchestra.strategies.traits import AfterLoss, Partition
 from orchestra.tasks.task import Task
 from orchestra.trainer import checkpoints, setup
 from orchestra.trainer.checkpoint_files import LOST, DamagedCheckpoint, Manifest, verify
-from orchestra.trainer.members import Members, Survivors, handed_over
+from orchestra.trainer.members import MemberFiles, Survivors, handed_over
 from orchestra.trainer.recorder import Order
 from orchestra.trainer.regrouping import (
     NO_STEPS,
@@ -308,7 +308,7 @@ class ElasticSession(Session):
         with contextlib.suppress(DamagedCheckpoint):
             manifest = verify(folder, index)
             if manifest.slots == before and manifest.phase == self.phases.number:
-                files = Members(folder, index, manifest).files
+                files = MemberFiles(folder, index, manifest).files
                 moments = [files[rank].unpacked("handed", "moments") for rank in sorted(servers)]
                 return list(itertools.chain(*moments))
         self.runtime.reporter.notice(

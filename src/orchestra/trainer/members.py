@@ -122,7 +122,7 @@ class MemberFile(Mapping[str, Tensor]):
         return unpack(tree, self)
 
 
-class Members:
+class MemberFiles:
     """The files of the members of checkpoint `index`, by rank, whose manifest is `manifest`.
 
     Raises:

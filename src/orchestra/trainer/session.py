@@ -38,7 +38,7 @@ from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer, BalanceState
 from orchestra.trainer.checkpoint_files import LOST, Manifest
 from orchestra.trainer.loop import NONFINITE, Loop, Position, queue_of
-from orchestra.trainer.members import Members, handed_over
+from orchestra.trainer.members import MemberFiles, handed_over
 from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.recorder import Order, Recorder, Recording, Repeating, Totals, keep_first
 from orchestra.trainer.settings import Run, evenly_due
@@ -543,7 +543,7 @@ class Session(Loop):
         worker, runtime = self.worker, self.runtime
         if (why := refusal_to_resume(self.run, manifest)) is not None:
             raise InputError(why)
-        members = Members(self.folder / "checkpoints", index, manifest)
+        members = MemberFiles(self.folder / "checkpoints", index, manifest)
         roles = self._roles_in(manifest)
         assigned = members.assigned(runtime.rank, runtime.ranks)
         parts = {rank: members.files[rank].unpacked("snapshots") for rank in assigned}

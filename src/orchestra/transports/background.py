@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestra.transports.protocol import Task, Traffic, Transport
+    from orchestra.transports.protocol import Pending, Traffic, Transport
 
 
 class HandOver:
@@ -85,7 +85,7 @@ class Begun:
 
     function: Callable[[Transport], Any]
     finish: Callable[[Begun], None]
-    flow: Task[None] | None = None
+    flow: Pending[None] | None = None
     look: Callable[[], object] = lambda: None
     finished: bool = False
     error: BaseException | None = None
@@ -120,7 +120,7 @@ class Background:
         self._waiting: deque[Begun] = deque()
         self._ended = False
         self._error: BaseException | None = None
-        self._flow: Task[None] | None = None
+        self._flow: Pending[None] | None = None
 
     def begin(self, function: Callable[[Transport], Any]) -> Begun:
         """Queue `function` behind the others; the first one starts the flow."""

@@ -51,7 +51,7 @@ class Traffic:
             setattr(self, name, getattr(self, name) + value)
 
 
-class Task(Protocol[T_co]):
+class Pending(Protocol[T_co]):
     """Something under way: a background flow, a collective, or a message."""
 
     def wait(self) -> T_co:
@@ -63,7 +63,7 @@ class Task(Protocol[T_co]):
         ...
 
 
-class Handle(Task[Tensor], Protocol):
+class Handle(Pending[Tensor], Protocol):
     """A send or a receive under way.
 
     `wait` returns the received tensor (or the sent one, free to be changed again). It raises
@@ -207,7 +207,7 @@ class Transport(ABC):
         return self.traffic.seconds_waiting + self.traffic.seconds_communicating
 
     @abstractmethod
-    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+    def spawn(self, function: Callable[[Transport], T]) -> Pending[T]:
         """Run `function(transport of the new flow)` in the background."""
 
     @abstractmethod
@@ -229,7 +229,7 @@ class Transport(ABC):
         `over`: an interceptor of this transport, which takes its messages. None: this transport.
         """
 
-    def collective(self, call: CollectiveCall) -> Task[int]:
+    def collective(self, call: CollectiveCall) -> Pending[int]:
         """Begin this rank's part in a collective; `wait` ends it.
 
         `wait` returns the bytes of buffer used in addition to the vector. Several may be under way;
@@ -248,7 +248,7 @@ class Transport(ABC):
         self._foreground.append(begun)
         return begun
 
-    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Pending[T]:
         """Run `function(transport of the background flow)` behind what was begun before on `lane`.
 
         There is one flow a lane, unlike with `spawn`; that of 0 executes collectives, too.
@@ -258,7 +258,7 @@ class Transport(ABC):
             lanes[lane] = Background(self)
         return lanes[lane].begin(function)
 
-    def done_by(self, flow: Task[Any], finish: Callable[[Begun], None]) -> Task[Any]:
+    def done_by(self, flow: Pending[Any], finish: Callable[[Begun], None]) -> Pending[Any]:
         """Return a task that ends by what the background `flow` does.
 
         `finish` blocks until then, and sets the task's result.
@@ -292,7 +292,7 @@ class Transport(ABC):
         `sent` bytes from this rank.
         """
 
-    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+    def native_all_reduce(self, vector: Tensor) -> Pending[int]:
         """Begin the all-reduce of the backend. Only some transports have one."""
         raise InputError("this engine has no native collectives: name a schedule instead")
 

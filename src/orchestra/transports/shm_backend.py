@@ -21,7 +21,7 @@ from torch.futures import Future
 from orchestra.errors import PeerLost
 from orchestra.transports.compiled import SO_FAR, Steps
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Pending, Transport
 from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
@@ -88,7 +88,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
 
         engine = ProgressEngine(rank, connect("messages")[0])
         self._messages = SocketTransport(engine)
-        self._mover: Task[None] | None = None
+        self._mover: Pending[None] | None = None
         self._seconds = seconds
         peers, compiled = connect("memory")
         memory = pass_on(peers, make_memory(memory_bytes(size)) if rank == 0 else None)

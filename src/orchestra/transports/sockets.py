@@ -35,8 +35,8 @@ from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
+    Pending,
     SharedTensor,
-    Task,
     Traffic,
     Transport,
 )
@@ -70,7 +70,7 @@ class SocketTransport(Flow, Transport):
     ) -> None:
         super().__init__(engine.rank, engine)
         self.size = engine.size
-        self.native: Callable[[Tensor], Task[int]] | None = None
+        self.native: Callable[[Tensor], Pending[int]] | None = None
         self.host: Host | None = None
         self.lanes: Lanes | None = None
         self.disconnect, self.abort = engine.disconnect, engine.abort
@@ -184,7 +184,7 @@ class SocketTransport(Flow, Transport):
             self.lanes.latency = latency
         self._engine.hold(latency)
 
-    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+    def native_all_reduce(self, vector: Tensor) -> Pending[int]:
         return super().native_all_reduce(vector) if self.native is None else self.native(vector)
 
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
-from orchestra.transports.protocol import Task
+from orchestra.transports.protocol import Pending
 from orchestra.worker.batches import Batch, tensors_of
 from orchestra.worker.gradients import ShardedGradients
 from orchestra.worker.layout import (
@@ -50,7 +50,9 @@ class Gathering(TorchDispatchMode):
         units: Sequence[ShardUnit],
         memory: Sequence[Tensor],  # the parameters of each unit, flat; none in a run of shapes
         compute: Compute,
-        begin: Callable[[ShardUnit], Task[int]],  # makes room for a unit, and begins to gather it
+        begin: Callable[
+            [ShardUnit], Pending[int]
+        ],  # makes room for a unit, and begins to gather it
         free: Callable[[ShardUnit], None],  # gives the memory of a unit back
         agree: Callable[[int], bool],  # whether all workers call with the same number
         order: Sequence[int] = (),  # of a pass in a run of shapes, as `through_layout` guesses it
@@ -61,7 +63,7 @@ class Gathering(TorchDispatchMode):
         self._unit_of = {part.untyped_storage()._cdata: n for n, part in enumerate(memory)}
         self._guess = order
         self._there: set[int] = set()
-        self._arriving: tuple[int, Task[int]] | None = None
+        self._arriving: tuple[int, Pending[int]] | None = None
         self._order: list[int] = []  # of the gathers of a pass, once that is known
         self._events: list[int] = []  # of a step's last pass: what was used, and ~n for a sum of n
         self._noted: list[int] | None = None  # the same of the pass under way

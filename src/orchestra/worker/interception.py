@@ -21,15 +21,15 @@ from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
     Handle,
+    Pending,
     ReceiveHandle,
     SharedTensor,
-    Task,
     Transport,
 )
 from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
 
 T = TypeVar("T")
-Begins = TypeVar("Begins", bound=Handle | Task[Any])
+Begins = TypeVar("Begins", bound=Handle | Pending[Any])
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class HookedCall:
     flow: HookedFlow | None = (
         None  # the background flow that has begun, or that executes a collective
     )
-    begun: Handle | Task[Any] | None = None  # the handle, once it has begun
+    begun: Handle | Pending[Any] | None = None  # the handle, once it has begun
     marks: dict[Interceptor, int] = field(default_factory=dict)  # what interceptors remember of it
 
     @property
@@ -193,7 +193,7 @@ class InterceptedTransport(Transport):
         asked = HookedCall("receive", source, tag)
         return self._begun(asked, lambda: self.inner.receive(asked.peer, asked.tag, into))
 
-    def collective(self, call: CollectiveCall) -> Task[int]:
+    def collective(self, call: CollectiveCall) -> Pending[int]:
         if not (self.chain.interceptors or self._foreground or self._background):
             return self.inner.collective(call)  # nobody looks: the engine does as it likes
         operation = HookedCall(
@@ -205,21 +205,21 @@ class InterceptedTransport(Transport):
         )
         begin = super().collective
 
-        def proceed() -> Task[int]:
+        def proceed() -> Pending[int]:
             messages = operation.message_by_message
             return begin(call._replace(tag=operation.tag, message_by_message=messages))
 
         return self._begun_behind(operation, proceed)
 
-    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Pending[T]:
         begin = super().in_background
         return self._begun_behind(HookedCall("collective"), lambda: begin(function, lane))
 
-    def done_by(self, flow: Task[Any], finish: Callable[[Begun], None]) -> Task[Any]:
+    def done_by(self, flow: Pending[Any], finish: Callable[[Begun], None]) -> Pending[Any]:
         wait_for = super().done_by
         return self._begun_behind(HookedCall("collective"), lambda: wait_for(flow, finish))
 
-    def _begun_behind(self, operation: HookedCall, proceed: Callable[[], Task[T]]) -> Task[T]:
+    def _begun_behind(self, operation: HookedCall, proceed: Callable[[], Pending[T]]) -> Pending[T]:
         begun = self._begun(operation, proceed)
         executing = operation.begun.flow if isinstance(operation.begun, Begun) else None
         # The flow behind this one, whose waits the watcher can follow to what it waits for.
@@ -234,7 +234,7 @@ class InterceptedTransport(Transport):
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         return self.inner.execute(call, over or self)
 
-    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+    def native_all_reduce(self, vector: Tensor) -> Pending[int]:
         return self.inner.native_all_reduce(vector)
 
     def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
@@ -260,7 +260,7 @@ class InterceptedTransport(Transport):
         for interceptor in self.chain.interceptors:
             interceptor.executed(self.flow, operation, start, moving, sent)
 
-    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+    def spawn(self, function: Callable[[Transport], T]) -> Pending[T]:
         flow = self.flow.begin(function)
 
         # Flows are named by their function.

@@ -15,7 +15,7 @@ from tests.support.simulated_collectives import COSTLY, counted, followed, sched
 
 from orchestra.cluster.nodes import Line
 from orchestra.collectives import Group, execute
-from orchestra.transports.protocol import CollectiveCall, Task, Transport
+from orchestra.transports.protocol import CollectiveCall, Pending, Transport
 from orchestra.worker.runtime import Runtime, Work
 
 WARM = replace(COSTLY, cold=0.0)
@@ -66,8 +66,8 @@ class Trial:
         seen: list[Any] = []
         runtime.stopwatch(True)
         for step in self.steps:
-            begun: list[Task[int]] = []
-            others: list[Task[Any]] = []
+            begun: list[Pending[int]] = []
+            others: list[Pending[Any]] = []
             for number, deed in enumerate(step):
                 _compute(runtime, deed.delays[rank])
                 self._do(deed, runtime, seen, begun, others, OTHERS + number)
@@ -88,8 +88,8 @@ class Trial:
         deed: Deed,
         runtime: Runtime,
         seen: list[Any],
-        begun: list[Task[int]],
-        others: list[Task[Any]],
+        begun: list[Pending[int]],
+        others: list[Pending[Any]],
         own_tag: int,
     ) -> None:
         transport, rank = runtime.transport, runtime.rank
@@ -134,7 +134,7 @@ class Trial:
                 _disturb(deed, runtime, others)
 
 
-def _disturb(deed: Deed, runtime: Runtime, others: list[Task[Any]]) -> None:
+def _disturb(deed: Deed, runtime: Runtime, others: list[Pending[Any]]) -> None:
     """What one rank does beside: it sends, now or later, or computes."""
 
     def burn(flow: Transport) -> float:

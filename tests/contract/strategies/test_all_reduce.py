@@ -27,7 +27,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.transports.protocol import Task
+from orchestra.transports.protocol import Pending
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
@@ -171,7 +171,7 @@ class SameCutsMember(AllReduceMember):
         worker = self.worker
         shards = exchange.Shards(worker, worker.workers)
 
-        def begin(bucket: Any, background: bool) -> list[Task[int]]:
+        def begin(bucket: Any, background: bool) -> list[Pending[int]]:
             begun = shards.sum(bucket, background)
             edges = next(unit.edges for unit in shards.units if unit.first == bucket.first)
             gather = shards._all_gather.begin(

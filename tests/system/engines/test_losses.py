@@ -20,7 +20,7 @@ from orchestra.errors import InputError, RankLost
 from orchestra.records.record import RunRecord
 from orchestra.trainer.checkpoint_files import complete, newest_whole, verify
 from orchestra.trainer.checkpoints import read_rank
-from orchestra.trainer.members import Members
+from orchestra.trainer.members import MemberFiles
 
 
 def train(folder: Path, strategy: str, deaths: str, **options: Any) -> RunRecord:
@@ -213,7 +213,7 @@ def test_the_speaker_of_a_checkpoint_stands_for_all(tmp_path: Path) -> None:
     for speaker, expected in ((None, 0), (1, 1)):
         told = replace(manifest, speaker=speaker)
         assert told.each_can_resume == (speaker is None)
-        members = Members(folder, index, told)
+        members = MemberFiles(folder, index, told)
         assert members.first is members.files[expected]
 
 

@@ -31,7 +31,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import load_task
 from orchestra.trainer import checkpoint_files, checkpoints
 from orchestra.trainer.checkpoint_files import Manifest
-from orchestra.trainer.members import Members
+from orchestra.trainer.members import MemberFiles
 from orchestra.trainer.membership import refusal_to_resume
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run
@@ -274,7 +274,7 @@ def test_the_mean_of_the_workers_moments_is_taken_over(tmp_path: Path) -> None:
     trained(tmp_path / "whole", "LocalSGD(4)", 2, optimizer="SGD(lr=0.1, momentum=0.9)")
     run = only(tmp_path / "whole", 2, tmp_path / "run")
     manifest = checkpoint_files.verify(run / "checkpoints", 2)
-    members = Members(run / "checkpoints", 2, manifest)
+    members = MemberFiles(run / "checkpoints", 2, manifest)
     name = members.first.tree["handed"]["moments"][0]["name"]
     shape = {name: load_task(f"{TASKS}{NORMALISED}").model().state_dict()[name]}
     own = [file.unpacked("handed", "moments")[0]["state"] for file in members.files.values()]

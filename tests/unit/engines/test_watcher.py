@@ -28,10 +28,10 @@ from orchestra.engines.events import (
     Kill,
     Left,
     Notice,
+    Quiesce,
     Ready,
     Refuse,
     Regroup,
-    Rest,
     Stop,
     Terminated,
     follow_waits,
@@ -1038,7 +1038,7 @@ def resting_story() -> Story:
 def test_members_rest_before_a_newcomer_is_taken_in() -> None:
     story = resting_story()
     newcomer(story, rank=3)
-    assert story.pass_time(5, busy=(0, 1, 2)) == [Rest()]
+    assert story.pass_time(5, busy=(0, 1, 2)) == [Quiesce()]
     for rank in (0, 1):
         story.change(rank, activity=RankActivity.RESTING)
     assert not regroups(story.pass_time(5, busy=(0, 1, 2)))
@@ -1075,7 +1075,7 @@ def test_a_spare_takes_a_place_that_is_vacant_since_the_others_went_on() -> None
     assert story.pass_time(2, busy=(0, 1, 2)) == []
     story.die(1)
     assert not regroups(story.done)
-    assert Rest() in story.pass_time(1)
+    assert Quiesce() in story.pass_time(1)
     for rank in (0, 2):
         story.change(rank, activity=RankActivity.RESTING)
     assert regroups(story.pass_time(0.25)) == [Regroup(1, (0, 2, 3))]

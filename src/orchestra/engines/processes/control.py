@@ -405,7 +405,7 @@ class Control:
                     self._dismissed = True
                 case "stop":
                     self._stop = True
-                case "rest":
+                case "quiesce":
                     self._rest = True
                 case "disconnect" if self._transport is not None:
                     if order["rank"] in self._members:

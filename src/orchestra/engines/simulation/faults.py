@@ -27,10 +27,10 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     OfRank,
+    Quiesce,
     Ready,
     Refuse,
     Regroup,
-    Rest,
 )
 from orchestra.engines.failure_detector import FailureDetector, Limits, Refusal
 from orchestra.engines.simulation.kernel import Call
@@ -269,7 +269,7 @@ class Faults:
                     for rank in members:
                         change = self._members[rank].change_group
                         self._tell(rank, partial(change, generation, members))
-                case Rest():
+                case Quiesce():
                     for rank in self._group:
                         self._tell(rank, self._members[rank].rest)
                 case Refuse(rank=rank, why=why) if rank not in self._ended:

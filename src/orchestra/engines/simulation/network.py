@@ -25,7 +25,7 @@ from orchestra.errors import GroupChanged
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
-from orchestra.transports.protocol import Task, Traffic
+from orchestra.transports.protocol import Pending, Traffic
 
 
 class Message(Load):
@@ -119,7 +119,7 @@ class Meter:
                 self.sent[target] += times * size
 
 
-BeginNativeAllReduce = Callable[[Tensor], Task[int]]
+BeginNativeAllReduce = Callable[[Tensor], Pending[int]]
 """Begins to replace a tensor by its sum over all ranks."""
 
 

@@ -27,7 +27,7 @@ from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages
 from orchestra.transports.framing import MESSAGE, Header
 from orchestra.transports.matching import Operation
-from orchestra.transports.protocol import CollectiveCall, SharedTensor, Task, Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, Pending, SharedTensor, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class SimulatedTransport(Transport):
         seconds = self._port.net.overhead.add * (own.nbytes * len(arrived))
         self._port.spend(seconds, self.traffic)
 
-    def collective(self, call: CollectiveCall) -> Task[int]:
+    def collective(self, call: CollectiveCall) -> Pending[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
         needs_flow = self._background or self._rendezvous.faults or call.message_by_message
         if call.background and call.schedule is not None and not needs_flow:
@@ -193,7 +193,7 @@ class SimulatedTransport(Transport):
         finally:
             self._sent = None
 
-    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+    def native_all_reduce(self, vector: Tensor) -> Pending[int]:
         """Begin what stands for the all-reduce of torch.distributed."""
         return self._port.native()(vector)
 
