@@ -505,7 +505,6 @@ def resume(
     # resumes at the end of its budget has no step any more.
     worker.step.rates = tuple(saved["rates"])
     phases = Phases(strategy, worker, saved["strategy"], common=common)
-    # After `resume`, as a strategy that starts a phase may scale the rates, too.
     worker.rate_scale = saved["rate_scale"]
     restore_random_state(saved["random"])
     return phases

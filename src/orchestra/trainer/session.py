@@ -54,7 +54,11 @@ from orchestra.worker.worker import Measures, Worker
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of a rank's file in a checkpoint, as `Session.checkpoint_state` makes it."""
+    """The state that a rank goes on from.
+
+    It is the content of the rank's file in a checkpoint, or, on another number of ranks, what
+    `Session._read_members` makes of the files of all members.
+    """
 
     parameters: Tensor
     buffers: dict[str, Tensor]
