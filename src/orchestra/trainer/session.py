@@ -109,10 +109,10 @@ class Session(Loop):
         folder: Path,
         repeats: Order | None = None,
     ) -> None:
-        self.shared: setup.ShapesRun | None = None
+        self.shapes_run: setup.ShapesRun | None = None
         if run.training.tensors == "shapes":
-            self.shared = runtime.share(lambda: setup.ShapesRun(run))
-            run = self.shared.run
+            self.shapes_run = runtime.share(lambda: setup.ShapesRun(run))
+            run = self.shapes_run.run
         training = run.training
         windows = len(flattened_phases(strategy))
         # By the engine's clock: a replay has no timeline, so that these looks at the clock must not
@@ -143,7 +143,7 @@ class Session(Loop):
         self.scalars: Scalars | None = None
         if training.tensorboard:
             self.scalars = Scalars(folder, f"rank-{runtime.slot}", first=self.position.steps + 1)
-        path = None if self.shared else steps_file(folder, runtime.slot)
+        path = None if self.shapes_run else steps_file(folder, runtime.slot)
         self.recorder = Recorder(
             self.worker, path, self.totals, self.position.steps, self.scalars, kept=self.kept_steps
         )
@@ -155,7 +155,7 @@ class Session(Loop):
     def _join(self) -> None:
         """Join the others, from the newest checkpoint that fits if there is one. Collective."""
         leader, below = self.roles.leader, None
-        while self.shared is None:
+        while self.shapes_run is None:
             found = self.checkpoints.newest(leader, self._read_checkpoint, below)
             if found is None:
                 break
@@ -298,8 +298,8 @@ class Session(Loop):
                 curve.hand_in(worker, roles.leader, self._own_metrics)
                 return report
             gathered = curve.Gathered(worker, tolerant=tolerant)
-            if self.shared is not None:
-                points = curve.moments(self.shared.parts, worker.layout.size)
+            if self.shapes_run is not None:
+                points = curve.moments(self.shapes_run.parts, worker.layout.size)
                 return replace(report, leader=LeaderReport(None, {}, None, points))
             nodes = gathered.evaluated(self.run.seed, self._own_metrics)
         worker.reporter.activity(RankActivity.EVALUATING)
@@ -308,8 +308,8 @@ class Session(Loop):
     def _add_final_parts(self) -> None:
         """Add what each rank has of the final model to what it gives to the leader."""
         snapshots = self.worker.snapshots
-        if self.shared is not None:
-            self.shared.parts += snapshots.parts
+        if self.shapes_run is not None:
+            self.shapes_run.parts += snapshots.parts
             snapshots.parts = []
         elif self.in_parts:
             buffers = buffers_vector(self.worker.buffers)
@@ -364,7 +364,8 @@ class Session(Loop):
 
     def _report(self, roles: Roles) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures
-        sizes = self.shared.sizes if self.shared else sizes_of(worker.module, worker.optimizer)
+        shapes = self.shapes_run
+        sizes = shapes.sizes if shapes else sizes_of(worker.module, worker.optimizer)
         first = worker.rank == self.roles.workers[0]  # the one to tell of the changes of batches
         seconds = vars(totals.spent).copy()
         bytes_sent = seconds.pop("bytes_sent")
@@ -410,9 +411,9 @@ class Session(Loop):
         # for dropout and the like.
         runtime.seed(run.seed)
         self.samples = setup.Unread()
-        if self.shared is not None:
-            self.epoch_samples, self.budget = setup.budget_of(self.shared.task, training)
-            return self.shared.worker(runtime, self.budget)
+        if self.shapes_run is not None:
+            self.epoch_samples, self.budget = setup.budget_of(self.shapes_run.task, training)
+            return self.shapes_run.worker(runtime, self.budget)
         self.task: Task = self._load_task()
         self.epoch_samples, self.budget = setup.budget_of(self.task, training)
         module = self._build(setup.device_of(training, runtime))
@@ -611,7 +612,7 @@ class Session(Loop):
         self.order.first_step, self.shares = saved.position.steps, saved.shares
 
     def _write_checkpoint(self, *, whole: bool = True) -> bool:
-        if self.shared is not None:
+        if self.shapes_run is not None:
             return False  # a run of shapes has nothing to write
         self._check_parameters()
         handed = handed_over(self.phases, in_parts=self.in_parts)
@@ -654,7 +655,7 @@ class Session(Loop):
 
     def close(self) -> None:
         """Leave nothing unfinished behind in the folder of checkpoints."""
-        if self.shared is None:
+        if self.shapes_run is None:
             self.checkpoints.close(self.roles.leader)
 
     def checkpoint_state(self) -> dict[str, Any]:
