@@ -41,7 +41,8 @@ class SimulatedTransport(Transport):
         self.rank, self.size = port.rank, len(port.net.ports)
         self.traffic = self._flow.traffic
         self._queue: BackgroundQueue | None = None
-        self._sent: tuple[PlacedPlan, Counter[int]] | None = None  # of a collective, by rank
+        # The collective whose messages this flow sends now, and how many it has sent to each rank
+        self._sent_collective: tuple[PlacedPlan, Counter[int]] | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -82,8 +83,8 @@ class SimulatedTransport(Transport):
         # Random shares are drawn only while the stopwatch runs, so that runs with and without an
         # evaluation draw the same numbers.
         both_ways, fair = None, not port.meter.running
-        if self._sent is not None:
-            both_ways, fair = self._in_collective(*self._sent, to)
+        if self._sent_collective is not None:
+            both_ways, fair = self._count_message(*self._sent_collective, to)
         message = Message(header, payload, sending, port.net.ports[to], both_ways, fair=fair)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
@@ -98,8 +99,9 @@ class SimulatedTransport(Transport):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def _in_collective(self, placed: PlacedPlan, sent: Counter[int], to: int) -> tuple[bool, bool]:
-        """Count the next message to rank `to`; return its `both_ways` and `fair` (see `Load`)."""
+    def _count_message(self, placed: PlacedPlan, sent: Counter[int], to: int) -> tuple[bool, bool]:
+        """Count the next message of a collective to rank `to`; return its `both_ways` and `fair`
+        (see `Load`)."""
         sent[to] += 1
         pair = placed.place[self.rank], placed.place[to]
         return placed.plan.goes_both_ways(pair, sent[to] - 1), placed.shares_fairly(pair[0])
@@ -187,11 +189,11 @@ class SimulatedTransport(Transport):
             carry_out(stage, call, self._port, self.traffic)
             return started, started + self.traffic.seconds_waiting - waited
 
-        self._sent = placed, Counter()
+        self._sent_collective = placed, Counter()
         try:
             return execute_in_stages(over or self, call, placed.near(self.rank), carry_out_here)
         finally:
-            self._sent = None
+            self._sent_collective = None
 
     def native_all_reduce(self, vector: Tensor) -> Pending[int]:
         """Begin what stands for the all-reduce of torch.distributed."""
@@ -277,12 +279,13 @@ class SimulatedTransport(Transport):
 
     def _cost(self, frame_bytes: int, near: bool) -> MessageCost:
         net = self._port.net
-        return (net.message_cost if self._sent is None else net.transfer_cost)(frame_bytes, near)
+        cost = net.message_cost if self._sent_collective is None else net.transfer_cost
+        return cost(frame_bytes, near)
 
     @property
     def _handling(self) -> float:
         """Processor seconds of the strategy's own code around a message."""
-        return 0.0 if self._sent is not None else self._port.net.overhead.handling
+        return 0.0 if self._sent_collective is not None else self._port.net.overhead.handling
 
     def _sleep_through(self, receive: matching.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""
