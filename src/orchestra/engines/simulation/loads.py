@@ -14,10 +14,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from orchestra.engines.simulation.evaluate import NOBODY, Floats, idle
+from orchestra.engines.simulation.evaluate import Floats, idle
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Events
-from orchestra.engines.simulation.placed import Ends, PlacedPlan
+from orchestra.engines.simulation.placed import SEVERAL, Ends, PlacedPlan
 from orchestra.engines.simulation.processor import Thread
 
 LEAST_LEFT = 0.5
@@ -89,9 +89,9 @@ class Loads:
         for link, (sender, receiver) in placed.links.items():
             if link.activities:
                 free = max(map(self._end, link.activities))
-                if sender != NOBODY:
+                if sender != SEVERAL:
                     links["up"][sender] = max(links["up"][sender], free)
-                if receiver != NOBODY:
+                if receiver != SEVERAL:
                     links["down"][receiver] = max(links["down"][receiver], free)
         return links, slowed
 

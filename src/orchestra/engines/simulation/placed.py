@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from orchestra.engines.simulation.evaluate import (
     FREED,
     KIND,
-    NOBODY,
     PAIR,
     REDUCES,
     Floats,
@@ -30,9 +29,23 @@ from orchestra.transports.collective import StepKind
 SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
 BARRIER: Literal["barrier"] = "barrier"
 ChargedStep = tuple[StepKind | Literal["barrier"], int, int, int, float, float]
-"""A `Step`: kind, number, peer, bytes of the message with its header, seconds of computation; of
-SEND until the first byte leaves, and then until the last one has. BARRIER: its number and
-its ranks, seconds of computation before it, and those that pass from the last arrival on."""
+"""A step of `CollectivePlan.steps` with its costs: kind, number, peer, bytes, seconds and more
+seconds.
+
+A plain tuple, as hot loops unpack it. The fields by kind:
+
+- SEND: the bytes are those of the message with its header; the sender computes for `seconds` until
+  the first byte leaves, and for `more seconds` until the last one has.
+- TAKE: the same bytes; the receiver computes for `seconds`.
+- ADD: the rank computes for `seconds`; number and peer are -1 where no message belongs to it.
+- FREE: only number and peer are used.
+- BARRIER: number is the barrier's, and peer how many ranks meet there; each computes for `seconds`
+  before it, and goes on `more seconds` after the last arrival.
+"""
+SEVERAL = -1
+"""In place of a rank's place, where several ranks send on a link, or receive."""
+NO_PIECE = -1
+"""In place of the ends of a piece, where a rank sends none in a round."""
 
 Ranks = tuple[int, ...]
 
@@ -77,7 +90,7 @@ class PlacedPlan:
             self.sent[source][net.members[ranks[target]]] = size
         # Those that it gets from each, and the seconds that they cross links of their own.
         self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
-        # With the only place that sends on it, and that receives; `NOBODY` where there are several.
+        # With the only place that sends on it, and that receives; or `SEVERAL`.
         self.links: dict[Resource, tuple[int, int]] = {}
         self.wire_bytes: dict[Resource, float] = {}  # that cross each link
         for (source, target), stream in self.streams.items():
@@ -91,7 +104,7 @@ class PlacedPlan:
         self.contention_free = (
             not plan.stages
             and plan.sends_one_at_a_time
-            and all(ends != (NOBODY, NOBODY) for ends in self.links.values())
+            and all(ends != (SEVERAL, SEVERAL) for ends in self.links.values())
         )
         self.private = self.contention_free and (
             len(ranks) == len(net.nodes)
@@ -101,7 +114,7 @@ class PlacedPlan:
                 & {node for rank, node in enumerate(net.nodes) if rank not in self.place}
             )
         )
-        self.keeps_partners = all(NOBODY not in ends for ends in self.links.values())
+        self.keeps_partners = all(SEVERAL not in ends for ends in self.links.values())
         self.starts_slowly = any(stream.route.slow_start for stream in self.streams.values())
         # Processor seconds of each rank before all of it.
         self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
@@ -199,10 +212,10 @@ class PlacedPlan:
         near = self._host[table.source] == self._host[table.target]
         kinds, kind_of = self._kinds(plan.elements, near)
         codes = table.source.astype(np.int64) * len(self.ranks) + table.target
-        pairs, pair_of = self._pairs(codes, plan.both_ways)
+        routes, route_of = self._routes(codes, plan.both_ways)
         # The receiver adds to what it sends itself, once that has left (as in `butterfly`).
         pieces = np.stack([table.first, table.end], axis=1).astype(np.int64)
-        own = np.full((table.rounds * len(self.ranks), 2), NOBODY)
+        own = np.full((table.rounds * len(self.ranks), 2), NO_PIECE)
         own[plan.place_of(table.source)] = pieces
         freed = (own[plan.place_of(table.target)] == pieces).all(axis=1)
         return Rows(
@@ -212,9 +225,9 @@ class PlacedPlan:
             table.target,
             (REDUCES * table.reduces + FREED * (table.reduces & freed)).astype(np.uint8),
             kind_of,
-            pair_of,
+            route_of,
             kinds,
-            pairs,
+            routes,
         )
 
     def _kinds(
@@ -239,23 +252,25 @@ class PlacedPlan:
         assert len(kinds) <= 1 << 16, "too many unlike messages"
         return kinds, kind_of.astype(np.uint16)
 
-    def _pairs(
+    def _routes(
         self, codes: Integers, both_ways: NDArray[np.bool_]
     ) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-        """Return the unlike ways of messages, and that of each transfer."""
-        ranks, ways = len(self.ranks), sorted(self.streams)
+        """Return the distinct routes (`evaluate.PAIR`), and the number of each transfer's route.
+
+        The `codes` of the transfers are source * ranks + target; `both_ways` are `Load.both_ways`.
+        """
+        places = sorted(self.streams)  # of source and target
         columns = [
-            (stream.route.latency, stream.on_wire(1, way) / stream.bandwidth)
-            for pair in ways
-            for stream in [self.streams[pair]]
-            for way in (False, True)
+            (stream.route.latency, stream.on_wire(1, both) / stream.bandwidth)
+            for stream in (self.streams[pair] for pair in places)
+            for both in (False, True)
         ]
-        pairs, kinds = np.unique(np.array(columns, PAIR), return_inverse=True)
-        known = np.array([source * ranks + target for source, target in ways])
-        pair_of = kinds[2 * np.searchsorted(known, codes) + both_ways]
-        return pairs, pair_of.astype(np.uint32)
+        routes, numbers = np.unique(np.array(columns, PAIR), return_inverse=True)
+        known = np.array([source * len(self.ranks) + target for source, target in places])
+        route_of = numbers[2 * np.searchsorted(known, codes) + both_ways]
+        return routes, route_of.astype(np.uint32)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    sender, receiver = (a if a == b else NOBODY for a, b in zip(one, other, strict=True))
+    sender, receiver = (a if a == b else SEVERAL for a, b in zip(one, other, strict=True))
     return sender, receiver
