@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from tests.support.commands import Ended, Started, run
 from tests.support.hosts import SshHosts, needs_sshd, ssh_hosts
-from tests.support.lab import in_lab
 from tests.support.waiting import DEADLINE_SECONDS, is_running, kill, wait_until
 
 from orchestra.engines.hosts.agent import MARK, MARKER
@@ -291,7 +290,7 @@ LOSSES: list[tuple[Callable[[SshHosts, str], None], str, str]] = [
 
 
 @needs_sshd
-@pytest.mark.parametrize("number", in_lab([1, 3]))
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.lab)])
 def test_a_run_on_hosts_is_restarted_after_a_loss(
     number: int, hosts: SshHosts, tmp_path: Path
 ) -> None:

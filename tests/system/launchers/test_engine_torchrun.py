@@ -55,7 +55,6 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.lab
 def test_two_nodes_train_without_loopback(tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes:
         assert [node.end().status for node in nodes] == [0, 0]
