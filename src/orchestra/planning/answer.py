@@ -252,7 +252,7 @@ def row_of(search: Standing, entry: Contender) -> CandidateRow:
     return CandidateRow(
         name=entry.name,
         strategy=repr(candidate.run.strategy),
-        nodes=candidate.nodes,
+        nodes=nodes_of(entry),
         ranks=training.ranks,
         batch=candidate.samples,
         rate=float(rate) if isinstance(rate, int | float) else None,
@@ -269,6 +269,13 @@ def row_of(search: Standing, entry: Contender) -> CandidateRow:
         dropped=entry.dropped or reason,
         rungs=list(entry.rungs),
     )
+
+
+def nodes_of(entry: Contender) -> Sequence[str]:
+    """Return the names of the nodes that a candidate uses: as simulated, where it was."""
+    # Of one process on a cluster of several nodes the record names the node
+    ran_on = None if entry.record is None else entry.record.machine.node
+    return entry.candidate.nodes if ran_on is None else (ran_on,)
 
 
 def recommended(rows: Sequence[CandidateRow]) -> CandidateRow | None:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.simulation.costs import FLOPS
+from orchestra.engines.simulation.costs import Costs
+from orchestra.engines.simulation.training import costs_of
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import rate_factor
@@ -24,6 +25,9 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import strategy_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.memory import Memory
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
 """The global batches to try, relative to the experiment's."""
@@ -120,6 +124,41 @@ class Candidate:
         return training.global_batch(self.run.strategy.roles(training.ranks).shares)
 
 
+class NodeSpeeds:
+    """Which nodes are the fastest for an experiment, by the rule and costs of the simulation.
+
+    They hold for every cluster, so that those of a map share one object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Memory, Costs] | None] = {}  # by the global batch
+
+    def alone(self, run: Run, cluster: Cluster) -> Node:
+        """Return the node on which the simulation puts `run`, which is one process."""
+        known = self._of(run) if len(cluster.nodes) > 1 else None
+        return cluster.nodes[0] if known is None else known[0].best_node(cluster, known[1])
+
+    def fastest_first(self, run: Run, cluster: Cluster) -> list[Node]:
+        """Return all nodes, the fastest for steps of one process, `run`, first."""
+        known = self._of(run) if len(cluster.nodes) > 1 else None
+        return list(cluster.nodes) if known is None else known[0].fastest_first(cluster, known[1])
+
+    def _of(self, run: Run) -> tuple[Memory, Costs] | None:
+        """Return what decides for `run`; None if its loss fails, as the simulations will tell."""
+        from orchestra.engines.simulation.memory import Memory
+
+        batch = run.training.batch_size * run.training.ranks
+        if batch not in self._known:
+            self._known[batch] = None
+            for values in (False, True):
+                # Operations are counted from shapes where the task allows that
+                with contextlib.suppress(Exception):
+                    brief = short(run, values=values)
+                    self._known[batch] = Memory(brief), costs_of(brief)
+                    break
+        return self._known[batch]
+
+
 @dataclass(frozen=True)
 class Space:
     """The candidates for an experiment on a cluster. They use its fastest nodes first."""
@@ -128,11 +167,12 @@ class Space:
     cluster: Cluster  # the whole one
     folder: Path  # where clusters of some of its nodes are written
     refused: list[str] = field(default_factory=list)  # of the experiment's strategies, and why
+    speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
 
-    @property
+    @cached_property
     def fastest(self) -> list[Node]:
         """The nodes, the fastest first; of equal ones the first in the file."""
-        return sorted(self.cluster.nodes, key=lambda node: -node.speed_beside(FLOPS) * node.slots)
+        return self.speeds.fastest_first(self._single(1.0), self.cluster)
 
     @property
     def mixed(self) -> bool:
@@ -148,7 +188,7 @@ class Space:
     @property
     def counts(self) -> list[int]:
         """The numbers of nodes, or of ranks on a single one, that are tried; all last."""
-        most = len(self.cluster.nodes) if self.several else self.fastest[0].slots
+        most = len(self.cluster.nodes) if self.several else self.cluster.nodes[0].slots
         if most <= MOST_COUNTS:
             return list(range(2, most + 1))
         powers = [2**power for power in range(1, most.bit_length()) if 2**power < most]
@@ -196,17 +236,22 @@ class Space:
 
     def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
         """Return one process on the fastest node; `kept`: with the experiment's own rate."""
-        node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
-        # One process on the whole cluster takes its fastest node
-        cluster = self._written("all", "spread") if self.several else self._only((node,))
-        training, rate = self._training(1, batch, cluster), 1.0
+        run, rate = self._single(batch), 1.0
+        node = self.speeds.alone(run, self.cluster).name
         if kept:
             # The experiment's own rate again, in place of the scaled one
-            training = training.with_setting("optimizer", optimizer)
+            optimizer = self.experiment.training.optimizer
+            run = replace(run, training=run.training.with_setting("optimizer", optimizer))
             rate = 1 / rate_factor(optimizer, batch)
-        name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
-        run = self._run(name, Single(), training)
-        return Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
+        name = run.name + ", rate kept" * kept
+        return Candidate(name, replace(run, name=name), (node,), ONE_PROCESS, batch, rate)
+
+    def _single(self, batch: float) -> Run:
+        """Return the run of one process; on several nodes the simulation takes the fastest."""
+        names = (self.cluster.nodes[0].name,)
+        cluster = self._written("all", "spread") if self.several else self._only(names)
+        name = ONE_PROCESS + _batch_text(batch)
+        return self._run(name, Single(), self._training(1, batch, cluster))
 
     def _together(
         self, label: str, each: Strategy, count: int, batch: float, shares: Any = None

@@ -25,7 +25,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, carried_out_for_real, emulated_nodes, length_of
-from orchestra.planning.candidates import Candidate, Space
+from orchestra.planning.candidates import Candidate, NodeSpeeds, Space
 from orchestra.planning.map import (
     NAMED,
     Check,
@@ -68,12 +68,15 @@ def name_of(candidate: Candidate) -> str:
     return candidate.label + ", shares by speed" * by_speed
 
 
-def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
+def mapped(
+    experiment: Experiment, cluster: Cluster, folder: Path, speeds: NodeSpeeds | None = None
+) -> list[Candidate]:
     """Return one process, and each strategy on all of `cluster`, with the experiment's batch."""
     ranks = sum(max(node.devices, 1) for node in cluster.nodes)
+    space = Space(experiment, cluster, folder, speeds=speeds or NodeSpeeds())
     return [
         each
-        for each in Space(experiment, cluster, folder).candidates()
+        for each in space.candidates()
         if (each.batch, each.rate) == (1, 1)
         and each.run.training.ranks == (1 if each.label == ONE_PROCESS else ranks)
     ]
@@ -106,8 +109,10 @@ def draw_map(
     on = emulated_nodes(next(iter(clusters.values()))) if checks else None
     experiment, costs, notes = calibrated(experiment, folder, budget, tell, on)
 
+    speeds = NodeSpeeds()
+
     def there(place: Place, own: Path) -> list[Candidate]:
-        return mapped(experiment, clusters[place], own)
+        return mapped(experiment, clusters[place], own, speeds)
 
     def candidate(point: MapPoint, name: str) -> Candidate:
         x, y = point.x, point.y

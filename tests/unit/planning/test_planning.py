@@ -132,6 +132,52 @@ def test_candidates_use_the_fastest_nodes_and_keep_the_samples(tmp_path: Path) -
     assert [node.name for node in cluster.nodes_of(2)] == ["fast-0", "fast-1"]
 
 
+def unlike_machines(folder: Path, gpu: str) -> str:
+    """The file of a cluster of a GPU, two nodes of 16 cores, and an old one of 8."""
+    (folder / "lab.yaml").write_text(
+        "all_nodes:\n  link: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
+        "  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "nodes:\n  old: {cores: 8, speed: 0.5}\n  big: {count: 2, cores: 16, speed: 1}\n"
+        f"  gpu: {{cores: 8, {gpu}}}\nranks: spread\n"
+    )
+    return str(folder / "lab.yaml")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fastest"),
+    [
+        # 16 cores of 20 GFLOP/s do the work of 9, as a part of it is done by one thread
+        ("devices: 1, flops: 0.3 TFLOP/s", ("gpu", "big-0", "big-1", "old")),
+        ("devices: 1, flops: 0.1 TFLOP/s", ("big-0", "big-1", "gpu", "old")),
+        # One process has one device, and a group all
+        ("devices: 2, flops: 0.1 TFLOP/s", ("gpu", "big-0", "big-1", "old")),
+    ],
+)
+def test_the_fastest_node_of_a_plan_is_that_of_the_simulation(
+    gpu: str, fastest: tuple[str, ...], tmp_path: Path
+) -> None:
+    cluster = load_cluster(unlike_machines(tmp_path, gpu), where="cluster", folder=Path())
+    space = Space(experiment(), cluster, tmp_path / "clusters")
+    assert tuple(node.name for node in space.fastest) == fastest
+    found = {each.name: each for each in space.candidates()}
+    assert found["ring on 2 nodes"].nodes == fastest[:2]
+    search = timed(space, ["one process"], tmp_path)
+    entries = {name: entry for name, entry in search.entries.items() if entry.record is not None}
+    assert len(entries) == 6
+    for entry in entries.values():
+        assert entry.record is not None
+        assert entry.candidate.nodes == (entry.record.machine.node,)
+
+
+def test_the_answer_names_the_node_on_which_one_process_was_simulated(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0})
+    entry = search.entries["one process"]
+    assert entry.record is not None
+    entry.record = changed(entry.record, node="elsewhere")
+    answer = answered(search, "assumed", tmp_path)
+    assert next(row for row in answer.rows if row.name == "one process").nodes == ("elsewhere",)
+
+
 def test_what_averages_all_gradients_learns_as_one_process_does(tmp_path: Path) -> None:
     found = found_on("lan_1gbit(nodes=4)", tmp_path)
     exact = ("one process", "ring on 4 nodes", "ring on 3 nodes", "server beside on 4 nodes")

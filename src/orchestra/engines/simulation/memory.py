@@ -90,6 +90,14 @@ class Memory:
 
         return min(cluster.nodes, key=preference)
 
+    def fastest_first(self, cluster: Cluster, costs: Costs) -> list[Node]:
+        """Return the nodes, those first that train fastest with all of their cores or devices; of
+        equal ones in the order of the file."""
+        return sorted(
+            cluster.nodes,
+            key=lambda node: -max(node.devices, 1) * self.speed_alone(node, costs),
+        )
+
     def speed_alone(self, node: Node, costs: Costs) -> float:
         """Return samples/s of one process on `node` that takes steps of the global batch.
 

@@ -216,6 +216,15 @@ def require_joinable(run: Run, cluster: Cluster) -> None:
         )
 
 
+def costs_of(run: Run) -> Costs:
+    """Return what computation costs in a simulation of `run`.
+
+    Raises:
+        InputError: there is no such calibration, or the operations cannot be counted.
+    """
+    return _charges(run, cost_source_of(run))[0]
+
+
 def _charges(run: Run, source: CostSource) -> tuple[Costs, Overhead, Sharing, Jitter]:
     """Return the costs of computing, messages and shared cores, calibrated or assumed."""
     calibration, task = source.calibration, source.task
