@@ -146,7 +146,7 @@ def print_plan(plan: PlanAnswer) -> None:
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)
     if plan.command is not None:
-        console.print("train it:")
+        console.print(f"train it, {plan.where}:" if plan.where else "train it:")
         console.print(plan.command, soft_wrap=True)
     if plan.adaptive is not None:
         console.print("where links or nodes may change meanwhile, the same with:")

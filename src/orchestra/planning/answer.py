@@ -20,7 +20,7 @@ from orchestra.planning.standing import (
     pessimistic,
 )
 from orchestra.report.figures.results import knee
-from orchestra.report.numbers import significant, uncertain
+from orchestra.report.numbers import listed, significant, uncertain
 from orchestra.settings import write
 from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
@@ -34,6 +34,8 @@ TOO_WELL = 2.0
 on the core of their gradients."""
 CURVES = 8
 """The most candidates whose curves are in the answer."""
+NAMED = 4
+"""The most nodes that are named before the command."""
 MOST, ALIKE = 4, 2
 """The most candidates of an `Auto`, because rehearsing each costs time; the most of them that learn
 the same and differ in their exchange only."""
@@ -176,6 +178,16 @@ class PlanAnswer:
     def places(self) -> str:
         """The unit that `scaling` counts."""
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
+
+    @property
+    def where(self) -> str:
+        """The machines on which to give the command, as "on gpu"; empty where there is only one."""
+        nodes = () if self.recommended is None else self.recommended.nodes
+        if len(nodes) > 1:
+            many = f"the {len(nodes)} nodes that plan.json names"
+            names = listed(nodes) if len(nodes) <= NAMED else many
+            return f"on each of {names}, in a folder that they share"
+        return f"on {nodes[0]}" if nodes and self.places == "nodes" else ""
 
 
 def answered(search: Search, costs: str, folder: Path) -> PlanAnswer:

@@ -20,7 +20,15 @@ from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import folder_for
-from orchestra.planning.answer import RECOMMENDED, PlanAnswer, Verified, answered, rows_of, to_scale
+from orchestra.planning.answer import (
+    RECOMMENDED,
+    PlanAnswer,
+    Verified,
+    answered,
+    nodes_of,
+    rows_of,
+    to_scale,
+)
 from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.race import SearchBudget
 from orchestra.planning.search import Search, Tell
@@ -32,7 +40,7 @@ from orchestra.settings import Settings
 from orchestra.settings.base import to_plain
 from orchestra.settings.reading import Entry
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import AUTO, Engine, Run, Target
+from orchestra.trainer.settings import AUTO, Device, Engine, Run, Target
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
@@ -160,7 +168,7 @@ def carry_out(
         found = replace(found, report=write_page(found, experiment.name))
     best = found.recommended
     run = None if best is None else search.entries[best.name].candidate.run
-    write_plan(found, experiment, run)
+    write_plan(found, experiment, cluster, run)
     return found
 
 
@@ -265,14 +273,22 @@ def calibrated(
 # What is left behind
 
 
-def real_run(experiment: Experiment, run: Run) -> Experiment:
-    """Return the experiment that trains `run` on real processes."""
+def device_of(given: Device, cluster: Cluster, nodes: Sequence[str]) -> Device:
+    """Return where the model of a run on `nodes` lives: on their devices, else as `given`."""
+    devices = [node.devices for node in cluster.nodes if node.name in nodes]
+    # With cuda the command says so where a GPU is missing; with auto it would take the processor
+    return "cuda" if all(devices) else "auto" if any(devices) else given
+
+
+def real_run(experiment: Experiment, run: Run, device: Device = "cpu") -> Experiment:
+    """Return the experiment that trains `run` on real processes, with the model on `device`."""
     given = experiment.training
     # What the search has set is undone: the file trains for real, as the user's own would
     kept = ("snapshots", "checkpoint_every", "trace_steps", "record_order", "tensorboard")
     training = replace(
         run.training,
         engine="processes",
+        device=device,
         # The plan's cluster is simulated, and has no meaning for processes
         cluster=given.cluster if given.engine == "processes" else "one_host",
         calibration="auto",
@@ -281,10 +297,13 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
     return alone(experiment, replace(run, training=training))
 
 
-def write_plan(plan: PlanAnswer, experiment: Experiment, best: Run | None) -> None:
+def write_plan(
+    plan: PlanAnswer, experiment: Experiment, cluster: Cluster, best: Run | None
+) -> None:
     """Write the record, and the file of the recommended run, into the plan's folder."""
-    if best is not None:
-        write_atomically(plan.folder / RECOMMENDED, to_yaml(real_run(experiment, best)))
+    if best is not None and plan.recommended is not None:
+        device = device_of(best.training.device, cluster, plan.recommended.nodes)
+        write_atomically(plan.folder / RECOMMENDED, to_yaml(real_run(experiment, best, device)))
     document = {"schema": 1, "experiment": experiment.name, **to_plain(plan, finite=True)}
     write_atomically(plan.folder / RECORD, json.dumps(document, indent=1, default=str) + "\n")
 
@@ -315,6 +334,10 @@ def verify(
         seed = seeds[name][turn]
         folder = plan.folder / f"verified/{names.index(name) + 1}/seed-{seed}"
         run = replace(search.entries[name].candidate.run, seed=seed)
+        if engine == "processes":
+            nodes = nodes_of(search.entries[name])
+            device = device_of(run.training.device, cluster, nodes)
+            run = replace(run, training=run.training.with_setting("device", device))
         try:
             found[name][seed] = carried_out_for_real(
                 run, engine, search.length.snapshots, folder, search.target

@@ -55,6 +55,22 @@ def test_a_plan_ends_with_a_command_that_trains(
     assert load(tmp_path / "found" / "recommended.yaml").training.steps == 8
 
 
+def test_a_plan_that_a_gpu_wins_trains_there_on_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_candidates: Path
+) -> None:
+    (tmp_path / "lab.yaml").write_text(
+        "all_nodes:\n  cores: 4\n  loopback: {bandwidth: 3 GB/s, latency: 15 us}\n"
+        "  link: {bandwidth: 1 Mbit/s, latency: 50 us}\n"
+        "nodes:\n  big: {speed: 1}\n  gpu: {devices: 1, flops: 0.3 TFLOP/s}\nranks: spread\n"
+    )
+    arguments = ("--cluster", "lab.yaml", "--minutes", "5", "--no-report")
+    status, said = plan_of(two_candidates, capsys, *arguments)
+    assert status == 0
+    assert "one process on gpu reaches" in said
+    assert "train it, on gpu: orchestra train found/recommended.yaml" in said
+    assert load(tmp_path / "found" / "recommended.yaml").training.device == "cuda"
+
+
 def plan_of(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit status of `orchestra plan`, and what it prints, with lines joined."""
     cluster = [] if "--cluster" in arguments else ["--cluster", "lan_1gbit(nodes=2)"]

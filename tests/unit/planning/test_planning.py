@@ -25,7 +25,7 @@ from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import rate_factor
 from orchestra.planning.answer import PlanAnswer, Verified, adaptive, answered
-from orchestra.planning.api import real_run
+from orchestra.planning.api import device_of, real_run
 from orchestra.planning.candidates import Space, short
 from orchestra.planning.page import write_page
 from orchestra.planning.race import SearchBudget, TrialRequest
@@ -465,6 +465,30 @@ def test_the_recommended_experiment_is_one_of_real_processes(tmp_path: Path) -> 
     assert real.training.engine == "processes"
     assert real.training.calibration == "auto"
     assert (real.ranks, real.training.batch_size) == ((4,), 16)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device"),
+    [(["gpu"], "cuda"), (["gpu", "big-0"], "auto"), (["big-0", "old"], "cpu")],
+)
+def test_the_recommended_experiment_trains_on_the_devices_of_its_nodes(
+    nodes: list[str], device: str, tmp_path: Path
+) -> None:
+    path = unlike_machines(tmp_path, "devices: 1, flops: 0.3 TFLOP/s")
+    cluster = load_cluster(path, where="cluster", folder=Path())
+    assert device_of("cpu", cluster, nodes) == device
+
+
+def test_before_the_command_stands_where_to_give_it(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0})
+    answer = answered(search, "assumed", tmp_path)
+    assert answer.recommended is not None
+    assert answer.where == f"on {answer.recommended.nodes[0]}"
+    on_two = replace(answer, recommended=replace(answer.recommended, nodes=("a", "b")))
+    assert on_two.where == "on each of a and b, in a folder that they share"
+    on_many = replace(answer, recommended=replace(answer.recommended, nodes=("a",) * 16))
+    assert on_many.where.startswith("on each of the 16 nodes that plan.json names, ")
+    assert replace(answer, recommended=None, rows=()).where == ""
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
