@@ -18,6 +18,13 @@ from orchestra.errors import InputError, nearest
 ENGINES = ("processes", "emulation", "simulation")
 OPTIMIZER_KEYS = ("lr", "momentum", "nesterov", "betas", "eps", "weight_decay")
 
+MAPPINGS = {
+    "target": "{metric: accuracy, at_least: 0.9}",
+    "tune": "{settings: {optimizer.lr: [0.01, 0.1]}}",
+    "devices": "{ring: cuda}",
+}
+"""The settings that are mappings, with an example of each; strategies are another."""
+
 
 class Parser(argparse.ArgumentParser):
     """A command's parser; raises `InputError` where argparse would exit.
@@ -109,7 +116,21 @@ class Parser(argparse.ArgumentParser):
         place = next(at for at, text in enumerate(given) if text.partition("=")[0] == option)
         value = given[place].partition("=")[2] or given[place + 1]
         wanted = "VALUE" if not value or value.startswith("-") else value
-        return f"write --set {shlex.quote(f'{settings[close[0]]}={wanted}')}"
+        return f"write --set {shlex.quote(_assignment(settings[close[0]], wanted))}"
+
+
+def _assignment(key: str, value: str) -> str:
+    """Return the KEY=VALUE that gives a setting `value`; some settings take a mapping."""
+    if key in MAPPINGS:
+        return f"{key}={MAPPINGS[key]}"
+    if key != "strategies":
+        return f"{key}={value}"
+    label = value.partition("(")[0].strip().rpartition(":")[2]
+    # A label of the file, as other commands take it, says nothing of the strategy itself
+    notation = value if value[0].isupper() or ":" in value else "STRATEGY"
+    if any(sign in notation for sign in ",:[]{}#"):
+        notation = f"'{notation}'"
+    return f"{key}={{{label}: {notation}}}"
 
 
 def _settings_as_options() -> dict[str, str]:

@@ -111,6 +111,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--batch-size", "64"], "write --set batch_size=64"),
         ([*TRAIN, "--optimizer", "Adam(lr=1)"], "write --set 'optimizer=Adam(lr=1)'"),
         (["compare", "a", "--epoch", "5"], "write --set epochs=5"),
+        (["compare", "a", "--strategy", "Single()"], "write --set 'strategies={Single: Single()}'"),
+        (
+            ["simulate", "a", "--strategy", "AllReduce(shard=None, overlap=True)"],
+            "strategies={AllReduce: '\"'\"'AllReduce(shard=None, overlap=True)'\"'\"'}'",
+        ),
+        (["simulate", "a", "--strategy", "ring"], "write --set 'strategies={ring: STRATEGY}'"),
+        (["simulate", "a", "--target", "x>=1"], "'target={metric: accuracy, at_least: 0.9}'"),
         (["report", "a", "--lr", "5"], "orchestra report has no option --lr; "),
         (["train", "a", "b"], "'b' is one argument too many"),
         (["emulation", "chek"], "unknown action 'chek' of orchestra emulation; did you mean"),
