@@ -84,6 +84,15 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
+class CalibrationUnfinished(RunFailed):
+    """The time was over before all was measured; `reason` says so without a remedy."""
+
+    def __init__(self, reason: str) -> None:
+        remedy = "give it more with --limit, a smaller batch, or a quiet machine"
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+
+
 def calibrate(
     subjects: Sequence[Workload],
     seconds: float = 0.5,
@@ -315,9 +324,8 @@ def measure_all(
         until = clock() + (began + FIRST * limit - clock()) * weight / (whole - done)
         first = attempt(name, measurement, until, done / whole, weight / whole)
         if first is None and measurement.needed:
-            raise RunFailed(
-                f"the calibration was not done within {limit:.0f} s: {name} took longer; give it "
-                "more with --limit, a smaller batch, or a quiet machine"
+            raise CalibrationUnfinished(
+                f"the calibration was not done within {limit:.0f} s: {name} took longer"
             )
         kept.append(first or Attempt(None, 0.0, (name,)))
         done += weight

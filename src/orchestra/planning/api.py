@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -236,9 +237,9 @@ def calibrated(
         return experiment, source.text, list(source.doubts)
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
-        short = "no calibration: the time is too short for one"
+        short = f"no calibration: the time is too short for one; {more_time(run, emulated)}"
         return experiment, source.text, [] if known else [short, ASSUMED]
-    from orchestra.calibration import Workload, calibrate
+    from orchestra.calibration import CalibrationUnfinished, Workload, calibrate
 
     whole = training.ranks * training.batch_size
     # Those of one process and of a worker among eight; others are interpolated
@@ -256,6 +257,8 @@ def calibrated(
         measured = calibrate([work], 0.2, show, seconds, emulated)
     except RunFailed as failure:
         why = f"no calibration: {str(failure).splitlines()[0]}"
+        if isinstance(failure, CalibrationUnfinished):
+            why = f"no calibration: {failure.reason}; {more_time(run, emulated, seconds)}"
         return experiment, source.text, [why] if known else [why, ASSUMED]
     quality = measured.quality_of(measured.tasks[0])
     doubts = quality.doubts
@@ -268,6 +271,23 @@ def calibrated(
     ]
     text = cost_source_of(replace(run, training=training)).text
     return replace(experiment, training=training), text, notes
+
+
+def more_time(run: Run, emulated: Cluster | None, seconds: float = 0.0) -> str:
+    """Return what helps where a calibration of `seconds` was too short for `run`."""
+    from orchestra.calibration import LIMIT
+
+    training, limit = run.training, max(LIMIT, 3 * seconds)
+    # Figures of an emulated node are measured anew by each plan
+    if emulated is not None:
+        return "give more --minutes"
+    # Only a file gives `orchestra calibrate` another precision
+    of = ["EXPERIMENT.yaml"] if training.precision != "float32" else [
+        "--task", run.task, "--optimizer", repr(training.optimizer),
+        "--batch-size", str(training.ranks * training.batch_size),
+    ]  # fmt: skip
+    command = shlex.join(["orchestra", "calibrate", *of, "--limit", f"{limit:.0f}"])
+    return f"give more --minutes, or first: {command}"
 
 
 # What is left behind

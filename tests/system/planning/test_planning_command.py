@@ -12,9 +12,16 @@ import pytest
 from tests.support.commands import Started
 from tests.support.emulated import needs_emulation, small_cluster, written
 from tests.support.lab import in_lab
+from tests.support.plans import experiment
 
+from orchestra.calibration import CalibrationUnfinished
 from orchestra.cli.main import main
+from orchestra.cli.parsers import machines
+from orchestra.cluster import load_cluster
+from orchestra.cluster.calibration import Calibration
 from orchestra.experiments.file import load
+from orchestra.planning.api import calibrated
+from orchestra.planning.race import SearchBudget
 from orchestra.report.numbers import significant
 
 
@@ -143,13 +150,35 @@ def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
     record = json.loads((tmp_path / "found" / "plan.json").read_text())
     assert status == (0 if record["recommended"] else 1)
     assert record["headline"] in said
-    assert "note: no calibration: the time is too short for one" in said
+    assert "note: no calibration: the time is too short for one; give more --minutes, or" in said
     assert "note: durations are assumed: seconds can be off by several times" in said
     assert len(record["rows"]) > 30
     assert (tmp_path / "found" / "plan.html").exists()
     if minutes == "0.001":
         assert "There was no time to simulate anything; give more minutes." in said
         assert f"note: no time for the speed of {len(record['rows'])} candidates" in said
+
+
+def test_an_unfinished_calibration_is_told_with_what_a_plan_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrate(*_: object) -> Calibration:
+        raise CalibrationUnfinished("the calibration was not done within 41 s: digits took longer")
+
+    monkeypatch.setattr("orchestra.calibration.calibrate", calibrate)
+    monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
+    given = experiment(calibration="auto", optimizer="SGD(lr=0.1)")
+    budget = SearchBudget(0.0, 205.0)
+    _, _, notes = calibrated(given, tmp_path, budget, lambda what, part: None)
+    assert notes[0] == (
+        "no calibration: the calibration was not done within 41 s: digits took longer; give more "
+        "--minutes, or first: orchestra calibrate --task 'digits()' --optimizer 'SGD(lr=0.1)' "
+        "--batch-size 64 --limit 123"
+    )
+    assert machines.calibrate().read(shlex.split(notes[0].partition("calibrate ")[2]))
+    emulated = load_cluster("lan_1gbit(nodes=2)", where="cluster", folder=Path())
+    _, _, notes = calibrated(given, tmp_path, budget, lambda what, part: None, emulated)
+    assert notes[0].endswith("digits took longer; give more --minutes")
 
 
 @pytest.mark.parametrize("times", [*in_lab([1]), 2])
