@@ -140,7 +140,8 @@ class Search(Race):
         speeds = len(self.under_way) - len(learning)
         parts = [f"{each.entry.name} with seed {each.run.seed}" for each in learning]
         parts += [f"{count('speed', speeds)} from shapes"] * (speeds > 0)
-        self._tell("; ".join(parts), min(used, 1.0))
+        # Processes start before the first simulation, and end after the last one
+        self._tell("; ".join(parts) or "simulating", min(used, 1.0))
 
 
 def processes() -> int:

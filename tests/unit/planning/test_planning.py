@@ -334,6 +334,26 @@ def played(
     return search
 
 
+def test_progress_says_what_is_under_way_and_is_never_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def hand_out(trial, told, until, many, tell):  # type: ignore[no-untyped-def]
+        tell()
+        trial()
+        return False
+
+    monkeypatch.setattr("orchestra.planning.search.hand_out", hand_out)
+    some = list(found_on("lan_1gbit(nodes=2)", tmp_path).values())
+    budget = SearchBudget(0.0, 1e12)
+    search = Search(
+        some, ACCURACY, Length(1000, 10), tmp_path, budget, lambda what, part: told.append(what)
+    )
+    search.run()
+    assert told == ["simulating", "1 speed from shapes"]
+
+
 def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) -> None:
     search = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": 1.8})
     found = search.best()
