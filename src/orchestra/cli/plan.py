@@ -134,9 +134,11 @@ def print_plan(plan: PlanAnswer) -> None:
         if len(plan.rows) > len(rows):
             console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
     console.print(plan.headline, style="bold")
+    console.print(f"the search: {plan.ending}")
     if plan.knee is not None:
         where = f"{plan.knee} of {max(plan.scaling)} {plan.places}"
-        console.print(f"{plan.scaled}: the knee of its scaling curve is at {where}.")
+        more = f"more {plan.places} cost more than they gain"
+        console.print(f"{plan.scaled}: beyond {where}, {more}.")
     for text in plan.notes:
         console.print(f"note: {text}", style="yellow")
     for each in plan.verified:

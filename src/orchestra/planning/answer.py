@@ -12,6 +12,7 @@ from statistics import fmean
 from orchestra.planning.search import Search
 from orchestra.planning.standing import (
     NO_TIME,
+    SPARED,
     Contender,
     Standing,
     best_value,
@@ -20,7 +21,7 @@ from orchestra.planning.standing import (
     pessimistic,
 )
 from orchestra.report.figures.results import knee
-from orchestra.report.numbers import listed, significant, uncertain
+from orchestra.report.numbers import count, listed, significant, uncertain
 from orchestra.settings import write
 from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
@@ -151,6 +152,7 @@ class PlanAnswer:
         notes: what there was no time for, and doubts about the costs.
         costs: where the durations of the simulation come from.
         folder, report: where everything lies, and the page.
+        ending: how the search ended, in words.
         stopped: the user ended the search.
         verified: the first candidates as they were carried out for real, where that was asked for.
         adaptive: an `Auto` that begins with what is recommended; None where no other candidate on
@@ -173,6 +175,7 @@ class PlanAnswer:
     stopped: bool = False
     verified: Sequence[Verified] = ()
     adaptive: str | None = None
+    ending: str = ""
 
     @property
     def places(self) -> str:
@@ -209,8 +212,24 @@ def answered(search: Search, costs: str, folder: Path) -> PlanAnswer:
         costs=costs,
         folder=folder,
         stopped=search.stopped,
+        ending=ending(search),
         adaptive=adaptive(search, None if best is None else search.entries[best.name]),
     )
+
+
+def ending(search: Search) -> str:
+    """Return how the search ended, and what that says of its answer."""
+    first = search.best()
+    if search.stopped:
+        return "stopped before its end; more time may change the answer"
+    if first is None:
+        return "out of time" if search.ending == "out of time" else "nothing was left to simulate"
+    name, seeds = first[0].name, count("seed", len(search.times(first[0])))
+    if search.ending == "confirmed":
+        return f"confirmed with {seeds}: no other beats {name} by more than {SPARED:.0%}"
+    if search.ending == "nothing left":
+        return f"not confirmed: {name} and others are too close to tell apart, with {seeds}"
+    return f"out of time, not confirmed: {name} has {seeds}; more --minutes may change the answer"
 
 
 def doubts_about(

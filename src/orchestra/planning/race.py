@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from orchestra.engines.simulation.trials import Tried
 from orchestra.experiments.experiment import ONE_PROCESS
@@ -114,6 +114,7 @@ class Race(Standing):
         notes: what there was no time for.
         asked: the seeds of the experiment, of all `seeds` that confirm a winner.
         under_way: the simulations that were asked for, and whose outcome is not known yet.
+        ending: why no further simulation was asked for.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Race(Standing):
         self.notes: list[str] = []
         self.asked, self._budget = tuple(seeds), budget
         self.under_way: list[TrialRequest] = []
+        self.ending: Literal["confirmed", "out of time", "nothing left"] = "out of time"
 
     # The loop
 
@@ -172,8 +174,13 @@ class Race(Standing):
             self._drop_dominated(*best)
 
     def over(self) -> None:
-        """Note what there was no time for, and why those that are still in are not simulated."""
+        """Note how the race ended, what there was no time for, and why those that are still in are
+        not simulated."""
         best, is_confirmed = self.best(), self.is_confirmed()
+        if is_confirmed:
+            self.ending = "confirmed"
+        elif not any(True for _ in self._options(best)):
+            self.ending = "nothing left"
         first = None if best is None else self.belief(best[0])
         if self.alive and (self.target is None or not self.reference_is_over()):
             self.notes.append("no time to train one process to the target")

@@ -9,7 +9,9 @@ from orchestra.report.measures import PACE, TIME_TO_TARGET
 from orchestra.report.numbers import significant
 from orchestra.report.sheet import NONE, Cell, Column, Sheet
 
-ON_TERMINALS = ("name", "nodes", "batch", "speed", "seconds", "best", "cost", "bottleneck")
+ON_TERMINALS = (
+    "name", "nodes", "batch", "rate", "speed", "seconds", "best", "cost", "bottleneck"
+)  # fmt: skip
 """The keys of the columns of candidates that a terminal has room for."""
 
 

@@ -51,6 +51,7 @@ def test_a_plan_ends_with_a_command_that_trains(
     assert "One machine wins" in (tmp_path / "found" / "plan.html").read_text()
     record = json.loads((tmp_path / "found" / "plan.json").read_text())
     assert record["recommended"]["name"] == "one process"
+    assert record["ending"] == "confirmed with 4 seeds: no other beats one process by more than 2%"
     (ring,) = [row for row in record["rows"] if row["name"] == "ring on 2 nodes"]
     assert ring["dropped"].startswith("learns the same as one process")
     assert ring["seconds"] > 100 * record["recommended"]["seconds"]
@@ -117,7 +118,10 @@ def test_a_model_larger_than_every_node_is_told_in_one_sentence(
     assert status == 1
     answer = "None of the candidates can run here; the first: memory: n-0 has 10 kB, but rank 0"
     assert said.startswith(answer)
-    assert said.endswith("choose another strategy, or nodes with more memory. record: found")
+    assert said.endswith(
+        "choose another strategy, or nodes with more memory. the search: nothing was left to "
+        "simulate record: found"
+    )
     record = json.loads((tmp_path / "found" / "plan.json").read_text())
     assert all(row["dropped"].startswith("memory: ") for row in record["rows"])
 

@@ -41,6 +41,7 @@ from orchestra.planning.standing import (
     reached,
     value_at,
 )
+from orchestra.planning.table import ON_TERMINALS, candidates_sheet
 from orchestra.records.files import LIVE
 from orchestra.records.report import Point
 from orchestra.trainer.settings import Target
@@ -425,6 +426,41 @@ def test_a_small_lead_of_what_is_predicted_too_well_is_told(
     assert any("up to 2 times as long" in note for note in answer.notes) == said
     other = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": lead})
     assert not any("times as long" in n for n in answered(other, "assumed", tmp_path).notes)
+
+
+def test_the_answer_says_how_the_search_ended(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": 1.8})
+    said = answered(search, "assumed", tmp_path).ending
+    assert said == "confirmed with 4 seeds: no other beats gossip on 2 nodes by more than 2%"
+    search.stopped = True
+    assert answered(search, "assumed", tmp_path).ending.startswith("stopped before its end")
+    # Each is the faster one with every second seed
+    pair = ("gossip on 2 nodes", "push-sum on 2 nodes")
+    by_turns = {(name, seed): 1.8 + 0.4 * ((seed + at) % 2)
+                for at, name in enumerate(pair) for seed in range(8)}  # fmt: skip
+    close = played(tmp_path, {"one process": 1.0}, by_seed=by_turns)
+    said = answered(close, "assumed", tmp_path).ending
+    assert (
+        said
+        == "not confirmed: gossip on 2 nodes and others are too close to tell apart, with 8 seeds"
+    )
+    close.ending = "out of time"
+    said = answered(close, "assumed", tmp_path).ending
+    assert said.startswith("out of time, not confirmed: gossip on 2 nodes has 8 seeds; more --")
+
+
+def test_the_table_of_a_terminal_has_batch_and_rate_in_numbers(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0, "one process, batch x 2": 1.0})
+    sheet = candidates_sheet(answered(search, "assumed", tmp_path))
+    shown = sheet.only(lambda column, _: column.key in ON_TERMINALS)
+    titles = [column.title for column in shown.columns]
+    lines = {line[0].text: line for line in shown.lines}
+    rate = experiment().training.optimizer.arguments["lr"]
+    assert isinstance(rate, float)
+    for name, times in (("one process", 1), ("one process, batch x 2", 2)):
+        cells = dict(zip(titles, (cell.text for cell in lines[name]), strict=True))
+        assert cells["batch"] == str(64 * times)
+        assert float(cells["rate"]) == pytest.approx(rate * times)
 
 
 def test_who_was_not_simulated_is_left_out_and_others_are_judged(tmp_path: Path) -> None:
