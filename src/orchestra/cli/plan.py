@@ -128,6 +128,8 @@ def print_plan(plan: PlanAnswer) -> None:
         if plan.target is not None:
             console.print(f"target: {target_text(plan.target)}")
         console.print(f"costs: {plan.costs}")
+        if plan.operations:
+            console.print(f"operations: {plan.operations}")
         shown = candidates_sheet(replace(plan, rows=rows))
         brief = shown.only(lambda column, _: column.key in ON_TERMINALS)
         console.print(terminal(brief, console.width))

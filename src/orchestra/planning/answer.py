@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from orchestra.cluster.units import FLOPS
+from orchestra.planning.doubts import about_devices, about_predictions, ending
 from orchestra.planning.search import Search
 from orchestra.planning.standing import (
     NO_TIME,
-    SPARED,
     Contender,
     Standing,
     best_value,
@@ -21,7 +22,7 @@ from orchestra.planning.standing import (
     pessimistic,
 )
 from orchestra.report.figures.results import knee
-from orchestra.report.numbers import count, listed, significant, uncertain
+from orchestra.report.numbers import listed, significant, uncertain
 from orchestra.settings import write
 from orchestra.strategies.auto import Auto
 from orchestra.strategies.registry import STRATEGIES
@@ -30,9 +31,6 @@ from orchestra.trainer.settings import Engine, Target
 
 RECOMMENDED = "recommended.yaml"
 PORT = 29400
-TOO_WELL = 2.0
-"""How many times as long as predicted steps take on emulated nodes, where workers answer others
-on the core of their gradients."""
 CURVES = 8
 """The most candidates whose curves are in the answer."""
 NAMED = 4
@@ -153,6 +151,7 @@ class PlanAnswer:
         costs: where the durations of the simulation come from.
         folder, report: where everything lies, and the page.
         ending: how the search ended, in words.
+        sample_flops: floating-point operations of a sample's gradient; None where not counted.
         stopped: the user ended the search.
         verified: the first candidates as they were carried out for real, where that was asked for.
         adaptive: an `Auto` that begins with what is recommended; None where no other candidate on
@@ -176,11 +175,20 @@ class PlanAnswer:
     verified: Sequence[Verified] = ()
     adaptive: str | None = None
     ending: str = ""
+    sample_flops: float | None = None
 
     @property
     def places(self) -> str:
         """The unit that `scaling` counts."""
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
+
+    @property
+    def operations(self) -> str:
+        """What a sample counts as, and so what to write for `flops`; empty where not known."""
+        if not self.sample_flops:
+            return ""
+        count = FLOPS.rounded(self.sample_flops).removesuffix("/s")
+        return f"{count} for the gradient of a sample; flops of a device: its samples/s x {count}"
 
     @property
     def where(self) -> str:
@@ -193,8 +201,8 @@ class PlanAnswer:
         return f"on {nodes[0]}" if nodes and self.places == "nodes" else ""
 
 
-def answered(search: Search, costs: str, folder: Path) -> PlanAnswer:
-    """Return the answer with what was found so far."""
+def answered(search: Search, costs: str, folder: Path, devices: Collection[str] = ()) -> PlanAnswer:
+    """Return the answer with what was found so far; `devices` names the nodes that have any."""
     rows = rows_of(search)
     best, scaled = recommended(rows), to_scale(rows)
     scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
@@ -208,52 +216,16 @@ def answered(search: Search, costs: str, folder: Path) -> PlanAnswer:
         scaling=scaling,
         knee=knee(scaling),
         curves=curves_of(search, rows),
-        notes=(*search.notes, *doubts_about(best, rows, search.entries)),
+        notes=(
+            *search.notes,
+            *about_predictions(best, rows, search.entries),
+            *about_devices(best, devices),
+        ),
         costs=costs,
         folder=folder,
         stopped=search.stopped,
         ending=ending(search),
         adaptive=adaptive(search, None if best is None else search.entries[best.name]),
-    )
-
-
-def ending(search: Search) -> str:
-    """Return how the search ended, and what that says of its answer."""
-    first = search.best()
-    if search.stopped:
-        return "stopped before its end; more time may change the answer"
-    if first is None:
-        return "out of time" if search.ending == "out of time" else "nothing was left to simulate"
-    name, seeds = first[0].name, count("seed", len(search.times(first[0])))
-    if search.ending == "confirmed":
-        return f"confirmed with {seeds}: no other beats {name} by more than {SPARED:.0%}"
-    if search.ending == "nothing left":
-        return f"not confirmed: {name} and others are too close to tell apart, with {seeds}"
-    return f"out of time, not confirmed: {name} has {seeds}; more --minutes may change the answer"
-
-
-def doubts_about(
-    best: CandidateRow | None, rows: Sequence[CandidateRow], entries: Mapping[str, Contender]
-) -> Sequence[str]:
-    """Return a note where the lead of the recommended row may be an error of the prediction.
-
-    Where workers answer others on the core of their gradients, predictions are too fast, by up to
-    `TOO_WELL` times.
-    """
-    beside = {
-        name: entry.candidate.run.strategy.traits().answers_beside
-        for name, entry in entries.items()
-    }
-    if best is None or best.seconds is None or not beside[best.name]:
-        return ()
-    others = (row for row in rows if row.seconds is not None and not beside[row.name])
-    first = next(others, None)
-    if first is None or (first.seconds or 0.0) > TOO_WELL * best.seconds:
-        return ()
-    return (
-        f"{best.name}: its workers answer others on the core that computes their gradients, and "
-        f"steps of a few milliseconds took up to {TOO_WELL:g} times as long as predicted on real "
-        f"processes (docs/results/fidelity.md); {first.name} is the first that does not",
     )
 
 

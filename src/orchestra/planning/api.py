@@ -15,7 +15,7 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.emulation.training import on_best_node
 from orchestra.engines.processes.system import now
 from orchestra.engines.run import train_run
-from orchestra.engines.simulation.costs import cost_source_of
+from orchestra.engines.simulation.costs import cost_source_of, sample_operations
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone
@@ -30,7 +30,7 @@ from orchestra.planning.answer import (
     rows_of,
     to_scale,
 )
-from orchestra.planning.candidates import BATCHES, Space
+from orchestra.planning.candidates import BATCHES, Space, counted
 from orchestra.planning.race import SearchBudget
 from orchestra.planning.search import Search, Tell
 from orchestra.planning.standing import Length, reached
@@ -159,7 +159,10 @@ def carry_out(
     if (scaled := to_scale(rows_of(search))) is not None:
         others = space.on_other_counts(search.entries[scaled.name].candidate)
         search.add_speeds(others, budget.until + kept / 3)
-    found = answered(search, costs, folder)
+    devices = [node.name for node in cluster.nodes if node.devices]
+    found = answered(search, costs, folder, devices)
+    reference = search.entries[ONE_PROCESS].candidate.run
+    found = replace(found, sample_flops=counted(reference, sample_operations))
     if verified and not found.stopped:
         real, stopped = verify(found, search, cluster, tell)
         found = replace(found, verified=real, stopped=stopped)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
@@ -28,6 +28,8 @@ from orchestra.trainer.settings import MEASURED, Run, Training
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.memory import Memory
+
+T = TypeVar("T")
 
 BATCHES = (0.5, 1.0, 2.0, 4.0)
 """The global batches to try, relative to the experiment's."""
@@ -149,14 +151,17 @@ class NodeSpeeds:
 
         batch = run.training.batch_size * run.training.ranks
         if batch not in self._known:
-            self._known[batch] = None
-            for values in (False, True):
-                # Operations are counted from shapes where the task allows that
-                with contextlib.suppress(Exception):
-                    brief = short(run, values=values)
-                    self._known[batch] = Memory(brief), costs_of(brief)
-                    break
+            self._known[batch] = counted(run, lambda brief: (Memory(brief), costs_of(brief)))
         return self._known[batch]
+
+
+def counted(run: Run, count: Callable[[Run], T]) -> T | None:
+    """Return what `count` finds of `run` from shapes, or where the task does not allow that, with
+    values; None if its loss fails."""
+    for values in (False, True):
+        with contextlib.suppress(Exception):
+            return count(short(run, values=values))
+    return None
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from orchestra.cli.plan import read_target
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation import trials
+from orchestra.engines.simulation.costs import sample_operations
 from orchestra.engines.simulation.training import assigned
 from orchestra.engines.simulation.trials import Trial, Tried
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import rate_factor
 from orchestra.planning.answer import PlanAnswer, Verified, adaptive, answered
 from orchestra.planning.api import device_of, real_run
-from orchestra.planning.candidates import Space, short
+from orchestra.planning.candidates import Space, counted, short
 from orchestra.planning.page import write_page
 from orchestra.planning.race import SearchBudget, TrialRequest
 from orchestra.planning.search import Search
@@ -461,6 +462,40 @@ def test_the_table_of_a_terminal_has_batch_and_rate_in_numbers(tmp_path: Path) -
         cells = dict(zip(titles, (cell.text for cell in lines[name]), strict=True))
         assert cells["batch"] == str(64 * times)
         assert float(cells["rate"]) == pytest.approx(rate * times)
+
+
+@pytest.mark.parametrize(("samples_per_step", "said"), [(0.4, True), (600, False)])
+def test_short_steps_on_a_device_are_doubted(
+    tmp_path: Path, samples_per_step: float, said: bool
+) -> None:
+    search = played(tmp_path, {"one process": 1.0})
+    for entry in search.entries.values():
+        if entry.record is not None:
+            speed = entry.candidate.samples / (samples_per_step * 1e-3)
+            entry.record = changed(entry.record, samples_per_second=speed)
+    best = answered(search, "assumed", tmp_path).recommended
+    assert best is not None
+    notes = answered(search, "assumed", tmp_path, devices=best.nodes).notes
+    assert any(f"the speed of {best.nodes[0]} is that of" in note for note in notes) == said
+    if said:
+        assert any("a step takes 400 us" in note for note in notes)
+    assert not any("was not measured" in n for n in answered(search, "assumed", tmp_path).notes)
+
+
+def test_samples_per_second_times_operations_are_the_flops_of_a_device(tmp_path: Path) -> None:
+    path = unlike_machines(tmp_path, "devices: 1, flops: 0.3 TFLOP/s")
+    cluster = load_cluster(path, where="cluster", folder=Path())
+    search = timed(Space(experiment(), cluster, tmp_path / "clusters"), ["one process"], tmp_path)
+    entry = search.entries["one process, batch x 4"]
+    flops = counted(entry.candidate.run, sample_operations)
+    assert flops is not None
+    assert entry.speed is not None
+    assert entry.speed * flops == pytest.approx(0.3e12, rel=0.1)
+    answer = replace(answered(search, "assumed", tmp_path), sample_flops=flops)
+    assert answer.operations == (
+        "2.21 MFLOP for the gradient of a sample; flops of a device: its samples/s x 2.21 MFLOP"
+    )
+    assert replace(answer, sample_flops=None).operations == ""
 
 
 def test_who_was_not_simulated_is_left_out_and_others_are_judged(tmp_path: Path) -> None:

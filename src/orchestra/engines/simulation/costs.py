@@ -250,9 +250,27 @@ def assumed_costs(run: Run) -> AssumedCosts:
 
     task = load_task(run.task)
     module = task.model() if run.training.tensors == "real" else meta_model(task)
-    flops = task.sample_flops or _counted(run, task, module)
+    flops = _operations(run, task, module)
     stages = getattr(run.strategy, "stages", None) or run.training.ranks
     return AssumedCosts(flops, Layout.of_module(module), stages)
+
+
+def sample_operations(run: Run) -> float:
+    """Return the floating-point operations that a sample's gradient counts as.
+
+    Raises:
+        InputError: without values they cannot be counted.
+    """
+    from orchestra.tasks.task import load_task
+    from orchestra.trainer.setup import meta_model
+
+    task = load_task(run.task)
+    module = task.model() if run.training.tensors == "real" else meta_model(task)
+    return _operations(run, task, module)
+
+
+def _operations(run: Run, task: Task, module: nn.Module) -> float:
+    return task.sample_flops or _counted(run, task, module)
 
 
 def _counted(run: Run, task: Task, module: nn.Module) -> float:
