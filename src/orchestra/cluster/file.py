@@ -97,6 +97,10 @@ def is_file(text: str) -> bool:
     return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 
+SYNONYMS = {"gpus": "devices", "gpu": "devices", "accelerators": "devices", "cpus": "cores"}
+"""Keys of a node that users try, and those that are meant."""
+
+
 def read_cluster(path: Path) -> Cluster:
     """Return the cluster in the file `path`.
 
@@ -156,6 +160,9 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
         # A node with a speed of its own, in either unit, has not that of all.
         replaced = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
         inside = {k: entry for k, entry in common.items() if k not in replaced} | {**own}
+        for other in SYNONYMS.keys() & inside.keys():
+            hint = f"did you mean {SYNONYMS[other]!r}?"
+            raise InputError(f"{inside[other].at(key)}: unknown key {other!r}; {hint}")
         given: dict[str, Any] = {"name": str(name), **_links(inside, key)}
         # A file without switches describes nodes at one switch.
         if "link" in inside and "switches" not in document:

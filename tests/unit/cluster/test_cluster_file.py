@@ -205,6 +205,7 @@ CHANGES: list[tuple[str, str, str]] = [
     ("speed: 1", "speed: fast", "c.yaml:4 nodes.worker.speed: expected number"),
     ("speed: 1", "speed: 1\n  flops: 1 GFLOP/s", "node worker has both speed and flops"),
     ("speed: 1", "sped: 1", "c.yaml:4 nodes.worker: unknown key 'sped'; did you mean 'speed'?"),
+    ("speed: 1", "gpus: 1", "c.yaml:4 nodes.worker: unknown key 'gpus'; did you mean 'devices'?"),
     ("LogNormal(0.2)", "LogNormal(-1)", "c.yaml:5 nodes.worker.jitter: LogNormal.sigma: -1.0 is"),
     ("sigma: 0.2", "sigma: 0", "c.yaml:8 nodes.worker.drift.sigma: 0.0 is not above 0"),
     ("{sigma: 0.2}", "0.2", "c.yaml:8 nodes.worker.drift: has to be a mapping, such as {sigma"),
