@@ -1,9 +1,10 @@
-"""Lists of numbers on the command line, such as 1,2,4,...,256."""
+"""Numbers on the command line, and lists of them such as 1,2,4,...,256."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 from orchestra.errors import InputError
 
@@ -32,6 +33,21 @@ def numbers(text: str) -> list[int]:
     if dots != [len(parts) - 2] or len(given) < 3:
         raise _refused(text, "needs ... once, after two numbers or more and before the last one")
     return _continued(text, *given)
+
+
+def amount(unit: str, example: str) -> Callable[[str], float]:
+    """Return what reads the number of an option that counts in `unit`, such as minutes.
+
+    It raises ArgumentTypeError where the text is no number.
+    """
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise _refused(text, f"is no number of {unit}; write {example}") from None
+
+    return read
 
 
 def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:

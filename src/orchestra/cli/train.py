@@ -23,7 +23,7 @@ from orchestra.engines.processes.system import StopWish, handling
 from orchestra.engines.processes.training import take_part
 from orchestra.errors import InputError, RankLost, RunEnded, RunFailed, tell
 from orchestra.experiments.experiment import Experiment, only_run
-from orchestra.experiments.file import load
+from orchestra.experiments.file import load, refuse_task
 from orchestra.experiments.run import folder_for, idle_nodes, make_run, write_failure
 from orchestra.records.record import Restart, RunRecord
 from orchestra.records.report import changes_in
@@ -140,6 +140,8 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
     given["tune"] = Entry(None, "train")  # it tunes nothing
     if options.seed is not None:
         given["seeds"] = Entry([options.seed], "--seed")
+    if options.experiment is not None:
+        refuse_task(options.experiment)
     return load(options.experiment, options.set, given, strategy=options.strategy)
 
 

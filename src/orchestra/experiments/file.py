@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,13 @@ def _read(path: Path) -> dict[str, Entry]:
     if folder := os.environ.get(FOLDER_VARIABLE):
         admit(folder)
     return document_in(sys.stdin.read(), "standard input", needs=needs, example=example)
+
+
+def refuse_task(path: Path) -> None:
+    """Raise `InputError` where `path`, for a command that takes --task, is most likely a task."""
+    known = path.suffix in (".yaml", ".yml") or str(path) == STANDARD_INPUT or path.exists()
+    if not known:
+        raise InputError(f"{path}: is no file; for a task write --task {shlex.quote(str(path))}")
 
 
 def to_yaml(experiment: Experiment) -> str:

@@ -19,7 +19,7 @@ from orchestra.engines.simulation.costs import cost_source_of, sample_operations
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment, alone
-from orchestra.experiments.file import load, to_yaml
+from orchestra.experiments.file import load, refuse_task, to_yaml
 from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import (
     RECOMMENDED,
@@ -115,6 +115,8 @@ def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Ent
         defaults["ranks"] = 1  # batch_size then is that of a step of all workers
     elif path is None:
         raise InputError("give an experiment file or --task; see orchestra plan --help")
+    else:
+        refuse_task(path)
     own = {key: Entry(value, "plan") for key, value in defaults.items()}
     # No tuning: a plan chooses settings itself
     return load(path, overrides, {**given, "tune": Entry(None, "plan")}, defaults=own)

@@ -142,6 +142,28 @@ def test_a_plan_on_nodes_with_prices_has_the_cost_to_the_target(
         assert significant(row["cost"]) in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["own_task:spam", "--cluster", "lan_1gbit"],
+            "orchestra: own_task:spam: is no file; for a task write --task own_task:spam",
+        ),
+        (
+            ["a.yaml", "--cluster", "lan_1gbit", "--minutes", "2m"],
+            "orchestra: argument --minutes: '2m' is no number of minutes; write 3, or 0.5; "
+            "see orchestra plan --help",
+        ),
+        (["a.yaml", "--cluster", "lan_1gbit"], "orchestra: a.yaml: cannot be read: No such file"),
+    ],
+)
+def test_what_a_plan_is_given_in_error_is_told_with_the_remedy(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 @pytest.mark.parametrize("minutes", [*in_lab(["0.1"]), "0.001"])
 def test_a_short_time_gives_an_answer_and_says_what_was_left_out(
     minutes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestra.cli.numbers import numbers
+from orchestra.cli.numbers import amount, numbers
 from orchestra.cli.parser import Parser
 
 COMPARE = """\
@@ -79,7 +79,9 @@ def _comparing(command: str, description: str, epilog: str) -> Parser:
     parser.option("--baseline", "LABEL", "the strategy that the report's differences refer to")
     search = "of a simulation: for each technique, at most so long to find the bandwidth at which "
     search += f"it begins to pay; 0: do not (default: {SEARCH_SECONDS:g})"
-    parser.option("--search-seconds", "S", search, type=float, default=SEARCH_SECONDS)
+    parser.option(
+        "--search-seconds", "S", search, type=amount("seconds", "20"), default=SEARCH_SECONDS
+    )
     parser.flag("--retry", "make failed runs again")
     parser.flag("--no-report", "write no report.html", action="store_false", dest="report")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestra.cli.numbers import amount
 from orchestra.cli.parser import Parser
 
 CALIBRATE = """\
@@ -50,9 +51,9 @@ def calibrate() -> Parser:
     parser.option("--optimizer", "CALL", f"in place of the file's ({OPTIMIZER})")
     parser.option("--batch-size", "N[,N...]", "of one worker; others around it are measured, too")
     each = "for each figure, where there is time (default: 0.5)"
-    parser.option("--seconds", "S", each, type=float, default=0.5)
+    parser.option("--seconds", "S", each, type=amount("seconds", "0.5"), default=0.5)
     limit = "for everything; what it leaves no time for is left out, and said (default: 120)"
-    parser.option("--limit", "SECONDS", limit, type=float)
+    parser.option("--limit", "SECONDS", limit, type=amount("seconds", "120"))
     parser.flag("--keep-anyway", "also figures that are not to be trusted")
     parser.option("--out", "FILE", "default: calibration.json in ~/.cache/orchestra", type=Path)
     links = "nothing but the links between ranks: those that a launcher started, or local ones"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestra.cli.numbers import numbers
+from orchestra.cli.numbers import amount, numbers
 from orchestra.cli.parser import Parser
 
 PLAN = """\
@@ -106,7 +106,7 @@ def planning_parser(
     target += "the loss that one process reaches in 3/4 of the samples)"
     parser.option("--target", "TARGET", target)
     limit = f"that the search may take, a calibration included (default: {minutes:g})"
-    parser.option("--minutes", "M", limit, type=float, default=minutes)
+    parser.option("--minutes", "M", limit, type=amount("minutes", "3, or 0.5"), default=minutes)
     seeds = "of the runs that decide (default: the file's, else 0,1,2)"
     parser.option("--seeds", "N[,N...]", seeds, type=numbers)
     changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
