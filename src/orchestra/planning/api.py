@@ -168,6 +168,7 @@ def carry_out(
     if verified and not found.stopped:
         real, stopped = verify(found, search, cluster, tell)
         found = replace(found, verified=real, stopped=stopped)
+    search.tidy()
     if report:
         from orchestra.planning.page import write_page
 

@@ -136,6 +136,7 @@ def draw_map(
     drawn = replace(drawn, costs=costs, left_out=[*notes, *learned, *drawn.left_out])
     if checks and not drawn.stopped:
         drawn = replace(drawn, checks=list(_checked(drawn, there, length, checks, tell)))
+    survey.tidy()
     write_atomically(folder / RECORD, to_json(drawn))
     if drawn.points:
         from orchestra.planning.page import map_figure

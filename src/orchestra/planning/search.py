@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shutil import rmtree
 
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation.training import assigned
@@ -19,6 +20,7 @@ from orchestra.trainer.settings import Target
 from orchestra.worker.runtime import usable_cores
 
 MOST_PROCESSES = 8
+CHECKPOINTS, MODEL = "checkpoints", "parameters.safetensors"  # in the folder of a run
 
 Tell = Callable[[str, float], None]
 """Tells what is under way, and the part of the budget that is used up."""
@@ -59,6 +61,13 @@ class Search(Race):
         self.over()
         if self.stopped:
             self.notes.append("the search was stopped before its end")
+
+    def tidy(self) -> None:
+        """Remove the checkpoints and models of all runs: nothing goes on from them, and a model
+        with its optimizer's state and all snapshots is many times as large as what is read."""
+        for run in self._folder.glob("*/seed-*"):
+            rmtree(run / CHECKPOINTS, ignore_errors=True)
+            (run / MODEL).unlink(missing_ok=True)
 
     def add_speeds(self, candidates: Sequence[Candidate], until: float) -> None:
         """Find the speeds of further candidates, which are not raced, until a moment."""

@@ -61,6 +61,9 @@ def test_a_plan_ends_with_a_command_that_trains(
     trained = json.loads((tmp_path / "found" / "trained" / "summary.json").read_text())
     assert trained["runs"][0]["engine"] == "processes"
     assert load(tmp_path / "found" / "recommended.yaml").training.steps == 8
+    (run,) = (tmp_path / "found" / "runs" / "one process").glob("seed-3")
+    assert {each.name for each in run.iterdir()} >= {"curve.jsonl", "steps-rank-0.jsonl"}
+    assert not [*(tmp_path / "found" / "runs").rglob("*.safetensors")]  # the trials' models
 
 
 def test_a_plan_that_a_gpu_wins_trains_there_on_the_gpu(
