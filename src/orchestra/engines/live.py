@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -47,6 +48,7 @@ LASTING_SECONDS = 5.0  # what lasts less is not told
 STALE = 0.75  # of the time: a rank that has reported nothing since may be lost
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+RUN_LINE_SECONDS = 30.0  # the same of a run, and from its beginning to its first line
 WIDE = 100  # columns of a terminal from which on bars and names need not be short
 BEHIND = 0.8  # a worker with less than this part of the leader's steps is named
 
@@ -263,18 +265,28 @@ class Progress:
 
 
 class Lines:
-    """Progress where there is no terminal: a line on standard error at first, and now and then."""
+    """Progress where there is no terminal: a line on standard error every so many `seconds`, the
+    first one `at_once` or after that time."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._told_at: float | None = None
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        seconds: float = LINE_SECONDS,
+        *,
+        at_once: bool = True,
+    ) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._next = -math.inf if at_once else clock() + seconds
 
     def __call__(self, what: str, part: float) -> None:
         """Show that `part` of `what` is done, if the last line was long enough ago."""
-        now = self._clock()
-        if self._told_at is None or now - self._told_at >= LINE_SECONDS:
-            self._told_at = now
+        if self.is_due:
+            self._next = self._clock() + self._seconds
             tell(f"{what}, {part:.0%}")
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock() >= self._next
 
 
 def print_notice(event: Event | Notice) -> None:
@@ -284,7 +296,8 @@ def print_notice(event: Event | Notice) -> None:
 
 
 class Display:
-    """A progress line on standard error; silent with `quiet`, or where that is no terminal.
+    """A progress line on standard error, silent with `quiet`; where that is no terminal, a new line
+    now and then.
 
     Notices are printed wherever standard error goes. In a series of runs its line stands under
     that of their `progress`. With a `folder`, `live.json` there says the same to others.
@@ -307,6 +320,7 @@ class Display:
         self._training_since: float | None = None
         self._series = progress
         self._progress = progress or Progress(1, quiet=quiet)
+        self._lines = Lines(seconds=RUN_LINE_SECONDS, at_once=False)
         self._slow = slow_ranks_of(run, roles, self._tell)
         self._file = None if folder is None else LiveFile(folder, self._slow)
 
@@ -349,15 +363,20 @@ class Display:
         self._progress.tell(prefix + text)
 
     def _show(self, event: Heartbeat) -> None:
+        if self._progress.quiet:
+            return
+        if event.activity is not RankActivity.SERVING:
+            self._activity = event.activity
+        if event.activity is RankActivity.TRAINING and event.rank in self._beats:
+            self._training_since = self._training_since or time.monotonic()
+            self._beats[event.rank] = event
+            self._loss = event.loss if event.loss is not None else self._loss
+            self._fraction = max(self._fraction, event.fraction or 0.0)
         if self._progress.live is not None:
-            if event.activity is not RankActivity.SERVING:
-                self._activity = event.activity
-            if event.activity is RankActivity.TRAINING and event.rank in self._beats:
-                self._training_since = self._training_since or time.monotonic()
-                self._beats[event.rank] = event
-                self._loss = event.loss if event.loss is not None else self._loss
-                self._fraction = max(self._fraction, event.fraction or 0.0)
             self._progress.live.update(self._task, **_state(self._fraction))
+        elif self._lines.is_due:
+            name = self._name if self._series is None else self._series.what
+            self._lines(f"{name}: {self._text()}", self._fraction)
 
     def _text(self) -> str:
         samples = sum(beat.samples for beat in self._beats.values())

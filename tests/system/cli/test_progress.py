@@ -11,7 +11,7 @@ import pytest
 from tests.support.waiting import wait_until
 
 from orchestra.engines.events import Heartbeat, Interrupted, Notice
-from orchestra.engines.live import Display, Progress
+from orchestra.engines.live import RUN_LINE_SECONDS, Display, Lines, Progress
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
 from orchestra.worker.runtime import RankActivity
@@ -58,6 +58,36 @@ def test_elsewhere_each_finished_run_is_a_line(capsys: pytest.CaptureFixture[str
         "2/3 ring, 1 rank, seed 0: accuracy 0.9, 1.0 s",
         "3/3 ring, 1 rank, seed 1: failed: rank 0 is gone",
     ]
+
+
+def test_elsewhere_a_long_run_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestra.engines.live.RUN_LINE_SECONDS", 0.0)
+    run = Run("ring", "digits", Single(), 0, Training(ranks=1))
+    beat = Heartbeat(0, step=3, samples=96, loss=0.25, fraction=0.5, phase="training")
+    with Display(run, Single().roles(1)) as display:
+        display.on_event(Heartbeat(0))
+        display.on_event(beat)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "orchestra: ring: set-up, 0%"
+    assert re.fullmatch(r"orchestra: ring: 96 samples, .*/s, 0 s left, loss 0.2500, 50%", second)
+    with Display(run, Single().roles(1), quiet=True) as display:
+        display.on_event(beat)
+    assert capsys.readouterr().err == ""
+    make_two_of_three(Progress(3))
+    line = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"orchestra: ring, 1 rank, seed 0: 96 samples, .*, 50%", line)
+
+
+def test_lines_of_a_run_are_half_a_minute_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = Lines(lambda: now, RUN_LINE_SECONDS, at_once=False)
+    told = []
+    for now in range(0, 100, 10):
+        lines("ring", now / 100)
+        told += capsys.readouterr().err.splitlines()
+    assert told == ["orchestra: ring, 30%", "orchestra: ring, 60%", "orchestra: ring, 90%"]
 
 
 def test_quiet_says_nothing(
