@@ -28,7 +28,8 @@ def candidates_sheet(plan: PlanAnswer) -> Sheet:
         (Column("seeds", "seeds"), lambda it: str(it.seeds or NONE)),
     ]
     if plan.target is not None:
-        best = Column("best", plan.target.metric, "best")
+        # Left out of a narrow terminal, where names would be broken inside of words
+        best = Column("best", plan.target.metric, "best", order=1)
         columns.append((best, lambda it: NONE if it.best is None else f"{it.best:.4g}"))
     if priced is not None:
         columns.append((Column("cost", priced), lambda it: _figure(it.cost)))

@@ -135,7 +135,7 @@ def test_a_plan_on_nodes_with_prices_has_the_cost_to_the_target(
     arguments = two_nodes(tmp_path, "price: 3.60 EUR/h")
     status, said = plan_of(two_candidates, capsys, *arguments)
     assert status == 0
-    assert "s to target loss EUR" in said
+    assert "s to target EUR" in said
     record = json.loads((tmp_path / "found" / "plan.json").read_text())
     rows = {row["name"]: row for row in record["rows"]}
     for name, nodes in (("one process", 1), ("ring on 2 nodes", 2)):
