@@ -69,7 +69,7 @@ def about_devices(best: CandidateRow | None, devices: Collection[str]) -> Sequen
     if seconds >= SHORT_STEP:
         return ()
     return (
-        f"the speed of {some(names)} is that of the cluster's file, and was not measured; a step "
-        f"takes {SECONDS.rounded(seconds)}, and the simulation leaves out the time in which a "
-        "device starts each operation, which can be most of such a step: measure its samples/s",
+        f"the speed of {some(names)} is from the cluster's file, and was not measured. A step "
+        f"takes {SECONDS.rounded(seconds)}. The simulation leaves out the time in which a device "
+        "starts each operation, which can be most of such a step: measure its samples/s",
     )
