@@ -188,7 +188,6 @@ class Buffered(When):
     size: int = setting(2, "K: pushes that make an update", low=1, high=MAX_RANKS)
 
     def ready(self, pending: Sequence[Push], working: int) -> Groups:
-        """Return the first `size` pushes once they are there; what is left once nobody works."""
-        if len(pending) >= self.size or (pending and not working):
-            return [list(pending[: self.size])]
-        return []
+        """Return groups of `size` pushes, and once nobody works also what is left."""
+        end = len(pending) - (len(pending) % self.size if working else 0)
+        return [list(pending[first : first + self.size]) for first in range(0, end, self.size)]

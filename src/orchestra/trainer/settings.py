@@ -115,7 +115,11 @@ class Training(Settings):
         None, f"passes over the data; {DEFAULT_EPOCHS} unless steps is set", low=1, high=MAX_STEPS
     )
     steps: int | None = setting(
-        None, "length of the run in steps, in place of epochs", low=1, high=MAX_STEPS
+        None,
+        "in place of epochs: the run ends after steps x ranks x batch_size samples; with dedicated "
+        "servers under worker_batch these are more steps",
+        low=1,
+        high=MAX_STEPS,
     )
     optimizer: Optimizer = setting(
         Optimizer("SGD", {"lr": 0.1}), "any of torch.optim, such as SGD(lr=0.1, momentum=0.9)"
