@@ -20,7 +20,7 @@ from orchestra.engines.processes.distribute import distribute, end_loops, runtim
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy, roles_of
-from orchestra.strategies.registry import strategy_of
+from orchestra.strategies.registry import strategy_of_script
 from orchestra.trainer.own_loop import Batches
 from orchestra.worker.runtime import RankActivity
 
@@ -73,7 +73,7 @@ class OrchestraStrategy(ParallelStrategy):
         host: str | None = None,
     ) -> None:
         super().__init__()
-        self._orchestra = strategy_of(strategy)
+        self._orchestra = strategy_of_script(strategy)
         self._seed = seed
         self._options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "overlap": overlap}
         self._place: dict[str, Any] = {"patience": patience, "host": host}

@@ -18,7 +18,7 @@ from orchestra.engines.processes import distribute as own_loops
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import strategy_of
+from orchestra.strategies.registry import strategy_of_script
 from orchestra.trainer.own_loop import Batches
 
 try:
@@ -69,7 +69,7 @@ def distribute(
     Raises:
         InputError: the Trainer distributes the training itself in a way that would collide.
     """
-    strategy = strategy_of(strategy)
+    strategy = strategy_of_script(strategy)
     if not isinstance(trainer, Trainer):
         raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
     _refuse_collisions(trainer, strategy)

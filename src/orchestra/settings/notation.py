@@ -371,10 +371,12 @@ class Registry:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             # The module itself, or a package around it; else something that it imports is missing.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-                reason = f"there is no module {module_name!r} in this folder or what is installed"
-            else:
-                line = "".join(text_of(error).splitlines()[:1])
-                reason = f"importing {module_name} failed: {type(error).__name__}: {line}"
+                raise InputError(
+                    f"{where}: there is no module {module_name!r} in this folder or what is "
+                    "installed"
+                ) from None
+            line = "".join(text_of(error).splitlines()[:1])
+            reason = f"importing {module_name} failed: {type(error).__name__}: {line}"
             raise InputError(f"{where}: {reason}") from error
         if not hasattr(module, attribute):
             hint = nearest(attribute, [key for key in vars(module) if not key.startswith("_")])

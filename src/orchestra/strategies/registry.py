@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.errors import InputError
+from orchestra.module_path import admit_working_folder
 from orchestra.settings import Registry, parse, write
 from orchestra.strategies.base import Strategy
 
@@ -123,6 +124,16 @@ def strategy_of(strategy: Strategy | str) -> Strategy:
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
     return strategy
+
+
+def strategy_of_script(strategy: Strategy | str) -> Strategy:
+    """As `strategy_of`, for a script that trains.
+
+    As under `orchestra train`, modules are looked for in the working folder, too, which comes last.
+    """
+    if isinstance(strategy, str) and ":" in strategy:
+        admit_working_folder()
+    return strategy_of(strategy)
 
 
 def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:

@@ -75,6 +75,20 @@ def test_several_loops_in_one_script(
             )
 
 
+def test_strategy_may_lie_in_the_working_folder_of_a_script_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "occasional.py").write_text("from orchestra import LocalSGD as Mine\n")
+    with torchrun(SEVERAL, 1, ["occasional:Mine(2)", "get_batch"], tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+
+
+def test_module_that_is_nowhere_is_told_without_the_error_of_its_import(tmp_path: Path) -> None:
+    with torchrun(SEVERAL, 1, ["nowhere:Mine(2)", "get_batch"], tmp_path) as process:
+        ended = process.end()
+    assert "InputError: strategy: there is no module 'nowhere' in this folder or" in ended.err
+    assert "ModuleNotFoundError" not in ended.err
+
+
 def test_server_returns_from_a_function_that_an_engine_calls_on_each_rank(tmp_path: Path) -> None:
     """Spark's TorchDistributor fails where a rank ends without the value of its function."""
     with torchrun(SCRIPTS / "spark_task.py", 3, ["ParameterServer"], tmp_path) as process:

@@ -45,7 +45,7 @@ from orchestra.errors import (
     tell,
 )
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import strategy_of
+from orchestra.strategies.registry import strategy_of_script
 from orchestra.trainer.own_loop import Batches, OwnLoop
 from orchestra.trainer.own_loop.checks import may_serve
 from orchestra.transports.handshake import address_of, from_environment, listen
@@ -137,8 +137,8 @@ def distribute(
     come together.
     """
     loop = _Process.this(patience, host, grace, min_ranks, entrance).begin_loop(
-        model, optimizer, batches, strategy_of(strategy), accumulation=accumulation, seed=seed,
-        work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
+        model, optimizer, batches, strategy_of_script(strategy), accumulation=accumulation,
+        seed=seed, work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
     )  # fmt: skip
     loop.batches.ends_process = not runs_function()
     if loop.batches.ends_process:
