@@ -77,8 +77,9 @@ def assert_contract(
     error feedback are together what went in, the same values give the same payload, and what is no
     number stays none.
 
-    *A topology*, for 1 to 17 ranks, has no link of a rank to itself, repeats after its period, and
-    carries what anyone knows to everyone. Weights of gossip sum to one in both directions.
+    *A topology*, for 1 to 17 ranks, returns tuples, has no link of a rank to itself, repeats after
+    its period, and carries what anyone knows to everyone. Weights of gossip sum to one in both
+    directions.
 
     Raises:
         AssertionError: it does not; one line says what.
@@ -332,8 +333,11 @@ def _check_topology(topology: Topology, ranks: int, exact: bool) -> None:
 
 
 def _check_graphs(topology: Topology, ranks: int) -> None:
-    graphs = topology.graphs(ranks)
     where = f"with {ranks} ranks"
+    for links in (topology.links(ranks, step) for step in range(topology.period(ranks))):
+        tuples = all(isinstance(each, tuple) for each in (links, *links))
+        _require(topology, tuples, f"returns links {where} that are not all tuples")
+    graphs = topology.graphs(ranks)
     for step, graph in enumerate(graphs):
         _require(topology, len(graph) == ranks, f"has {len(graph)} rows {where}")
         for rank, targets in enumerate(graph):

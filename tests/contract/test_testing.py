@@ -111,6 +111,14 @@ class Inward(Topology):
 
 
 @dataclass(frozen=True, repr=False)
+class Lists(Topology):
+    """Returns lists."""
+
+    def links(self, ranks: int, step: int) -> Any:
+        return [[other for other in range(ranks) if other != rank] for rank in range(ranks)]
+
+
+@dataclass(frozen=True, repr=False)
 class Patient(When):
     """Waits for two, whoever still works."""
 
@@ -141,6 +149,7 @@ class Halved(Correction):
         (Hiding(7), "turns a gradient with nan into numbers"),
         (Apart(), "leaves ranks apart with 3 ranks"),
         (Inward(), "links rank 0 to itself with 1 ranks"),
+        (Lists(), "returns links with 1 ranks that are not all tuples"),
         (Patient(), "leaves pushes behind although nobody works"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from tests.support.mixing import matrix_of
 
 from orchestra.errors import InputError
+from orchestra.settings import setting
+from orchestra.strategies.gossip import Gossip
 from orchestra.topologies import (
     Complete,
     Exponential,
@@ -59,6 +63,21 @@ def test_what_anyone_knows_reaches_everyone(topology: Topology, ranks: int) -> N
     for step in range(topology.period(ranks) * ranks):
         product = matrix_of(topology.graph(ranks, step)) @ product
     assert product.min() > 0
+
+
+@dataclass(frozen=True, repr=False)
+class OfLists(Topology):
+    inside: bool = setting(False, "tuples of lists")
+
+    def links(self, ranks: int, step: int) -> Any:
+        lists = [[other for other in range(ranks) if other != rank] for rank in range(ranks)]
+        return tuple(lists) if self.inside else lists
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_links_in_lists_are_refused_in_one_line(inside: bool) -> None:
+    with pytest.raises(InputError, match=r"OfLists.links has to return a tuple .* not a list: "):
+        Gossip(OfLists(inside)).roles(3)
 
 
 def test_a_graph_in_two_parts_is_not_connected() -> None:

@@ -47,7 +47,14 @@ class Topology(Settings, ABC):
 
 @lru_cache(maxsize=1024)
 def _links(topology: Topology, ranks: int, step: int) -> Graph:
-    return topology.links(ranks, step)
+    graph = topology.links(ranks, step)
+    wrong = [each for each in (graph, *graph) if not isinstance(each, tuple)]
+    if wrong:
+        raise InputError(
+            f"{type(topology).__name__}.links has to return a tuple of one tuple of ranks for each "
+            f"rank, not a {type(wrong[0]).__name__}: write tuple(...) around it"
+        )
+    return graph
 
 
 @lru_cache(maxsize=1024)
