@@ -10,6 +10,7 @@ lists, tuples, dicts and further calls; nothing is evaluated.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import re
@@ -228,7 +229,7 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
         # A name in a file may be any function, as os:system: only what says so is called.
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
-    _no_bare_text(call, registry, where)
+    _require_known_arguments(call, registry, where)
     known = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for name in [] if takes_any else call.keywords:
@@ -257,13 +258,15 @@ def _require_maker(target: object, call: Call, registry: Registry, where: str) -
         )
 
 
-def _no_bare_text(call: Call, registry: Registry, where: str) -> None:
+def _require_known_arguments(call: Call, registry: Registry, where: str) -> None:
     for value in (*call.positional, *call.keywords.values()):
-        if isinstance(value, Call) and value == Call(value.name) and not registry.knows(value.name):
-            raise InputError(
-                f"{where}: {value.name!r} in {call.name} is no known {registry.kind}; "
-                f"if it is a text, quote it: {value.name!r}"
-            )
+        if isinstance(value, Call) and not registry.knows(value.name):
+            hint = registry.near(value.name)
+            if value == Call(value.name):  # which a text without quotation marks is, too
+                quote = f"if it is a text, quote it: {value.name!r}"
+                hint = f"{hint} ({quote})" if hint else quote
+            hint = hint or "orchestra list shows those that are"
+            raise InputError(f"{where}: {value.name!r} in {call.name} is no known name; {hint}")
 
 
 def write(value: object, registry: Registry | None = None) -> str:
@@ -346,6 +349,13 @@ class Registry:
     def knows(self, name: str) -> bool:
         """Return whether `name` is known, or gives a place to import from."""
         return ":" in name or name in self._known or name in self._all
+
+    def near(self, name: str) -> str:
+        """Return what an unknown name is likely to stand for; empty if nothing is near."""
+        if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
+            return f"write {notation}"
+        close = difflib.get_close_matches(name, self._all, n=1, cutoff=0.75)
+        return f"did you mean {close[0]!r}?" if close else ""
 
     def _hint(self, name: str) -> str:
         """Return what to write in place of an unknown name."""
