@@ -19,6 +19,8 @@ from orchestra.data import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.module_path import admit_working_folder
 from orchestra.optimizers.settings import SCHEDULES
+from orchestra.parameter_server.how import Correction
+from orchestra.parameter_server.when import When
 from orchestra.records.terminal import Terminal
 from orchestra.settings import Described, Registry, Settings, describe, parse
 from orchestra.strategies.base import Strategy
@@ -29,9 +31,13 @@ from orchestra.tasks import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.balancing import BALANCINGS
 
-HEADINGS: dict[str, tuple[Registry, type | None]] = {
+HEADINGS: dict[str, tuple[Registry, type | tuple[type, ...] | None]] = {
     "strategies": (STRATEGIES, None),
-    "rules, for Switch(..., when=RULE)": (STRATEGIES, Rule),
+    "switch rules, for Switch(..., when=RULE)": (STRATEGIES, Rule),
+    "server rules, for consistency and learning_rate of ParameterServer": (
+        STRATEGIES,
+        (When, Correction),
+    ),
     "outer optimizers, for LocalSGD(outer=OUTER)": (STRATEGIES, Outer),
     "compressors, for AllReduce(compression=COMPRESSOR) and others": (STRATEGIES, Compressor),
     "topologies, for Gossip(TOPOLOGY) and its kin": (STRATEGIES, Topology),
@@ -42,7 +48,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "clusters": (CLUSTERS, None),
     "jitter, of the nodes of a cluster": (CLUSTERS, Jitter),
 }
-"""The registry of the names under each heading, and their class if a registry has several."""
+"""The registry of the names under each heading, and their classes if a registry has several."""
 REGISTRIES = {registry: title for title, (registry, base) in HEADINGS.items() if base is None}
 NODES = f"""\
 Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \
@@ -148,7 +154,7 @@ def _resolved(registry: Registry) -> dict[str, Any]:
     return found
 
 
-def _is(target: Any, base: type) -> bool:
+def _is(target: Any, base: type | tuple[type, ...]) -> bool:
     return isinstance(target, type) and issubclass(target, base)
 
 
@@ -159,9 +165,11 @@ def _first_line(target: Any) -> str:
 
 
 def _is_of(name: str, title: str) -> bool:
-    """Return whether `name` is the first word of a heading, in the plural or the singular."""
-    word = title.partition(" ")[0].rstrip(",")
-    return name in (word, word.removesuffix("s"), f"{word.removesuffix('ies')}y")
+    """Return whether `name` is a heading up to its comma, or the first or last word of that, in the
+    plural or the singular."""
+    phrase = title.partition(",")[0]
+    words = (phrase, phrase.split()[0], phrase.split()[-1])
+    return any(name in (it, it.removesuffix("s"), f"{it.removesuffix('ies')}y") for it in words)
 
 
 def _print_strategies() -> None:

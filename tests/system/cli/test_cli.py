@@ -214,6 +214,17 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert {*STRATEGIES.names(), *TASKS.names(), "Cosine", "experiment"} <= listed
 
 
+def test_list_has_server_rules_under_a_heading_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list"]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    [rules] = [part.split() for part in parts if "Buffered" in part]
+    assert rules[:2] == ["server", "rules,"]
+    assert "PolynomialStaleness" in rules
+    assert "Single" not in rules
+
+
 def test_list_describes_every_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +246,8 @@ def test_list_describes_every_name(
         ("task", ["digits", "mnist"]),
         ("topology", ["Complete", "Ring"]),
         ("cluster", ["lan_1gbit", "wifi"]),
+        ("rule", ["AfterSteps", "Buffered", "PolynomialStaleness"]),
+        ("server rules", ["Buffered", "PolynomialStaleness"]),
     ],
 )
 def test_list_takes_a_heading_in_the_singular_too(
