@@ -21,7 +21,9 @@ from orchestra.records.report import RankReport, StragglerFinding
 from orchestra.records.store import write_curve
 from orchestra.records.stragglers import LEAST_SECONDS, find
 from orchestra.records.trace import write_trace
+from orchestra.settings import write
 from orchestra.strategies.base import roles_of
+from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.traits import Dealing, Partition
 from orchestra.trainer.settings import Run, target_times
 
@@ -181,7 +183,7 @@ def _asked(run: Run) -> Asked:
     roles = roles_of(run.strategy, run.training.ranks)
     return Asked(
         name=run.name,
-        strategy=repr(run.strategy),
+        strategy=write(run.strategy, STRATEGIES),
         engine=run.training.engine,
         ranks=run.training.ranks,
         workers=len(roles.workers),

@@ -66,7 +66,8 @@ def run_page(view: RunView, console: Console, height: int | None = None) -> Rend
 def _above(view: RunView, width: int) -> Iterator[RenderableType]:
     """Yield the run's name, progress, speed and quality."""
     yield Text(str(view.folder), style="bold")
-    own = f"{view.name}: " if not view.strategy.startswith(view.name) else ""
+    of_module = view.strategy.partition("(")[0].endswith(f":{view.name}")
+    own = "" if of_module or view.strategy.startswith(view.name) else f"{view.name}: "
     ranks = count("rank", view.ranks)
     yield Text(f"{own}{view.strategy}, {ranks}, engine {view.engine}, seed {view.seed}")
     phase = f", {view.phase}" if view.phase and view.phase != "training" else ""
