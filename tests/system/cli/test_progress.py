@@ -65,7 +65,7 @@ def test_elsewhere_a_long_run_is_a_line_now_and_then(
 ) -> None:
     monkeypatch.setattr("orchestra.engines.live.RUN_LINE_SECONDS", 0.0)
     run = Run("ring", "digits", Single(), 0, Training(ranks=1))
-    beat = Heartbeat(0, step=3, samples=96, loss=0.25, fraction=0.5, phase="training")
+    beat = Heartbeat(0, step=3, samples=96, loss=0.25, fraction=0.5, activity=RankActivity.TRAINING)
     with Display(run, Single().roles(1)) as display:
         display.on_event(Heartbeat(0))
         display.on_event(beat)
