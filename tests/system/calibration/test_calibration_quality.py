@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,15 +248,22 @@ def test_steps_are_measured_under_the_quota_of_an_emulated_node(
         raise RunFailed("no more is needed")
 
     monkeypatch.setattr(bench, "measure_all", steps)
-    # Other programs may be at work while this is tested
-    monkeypatch.setattr("orchestra.calibration.timing.taken_by_others", lambda usages: None)
+    kept: list[Conditions] = []
+
+    def waited(ranks: Sequence[Conditions]) -> float:
+        kept.extend(ranks)
+        return 0.0
+
+    monkeypatch.setattr(bench, "waited", waited)
     order = Workload(TASK, SGD, batch_sizes=(4,))
     with pytest.raises(RunFailed, match="no more"):
         bench.calibrate([order], 0.05, emulated=small_cluster(2, speed=0.5))
     (attempt,) = found
     assert attempt is not None
-    # Half of the time was waited for the quota, and for nobody else
-    assert attempt.waited < 0.4
+    # It ran for no more than the quota allows, which is not taken for time that others took.
+    (conditions,) = kept
+    assert conditions.share == 0.5
+    assert 0 < conditions.ran < 0.6 * conditions.passed
     (costs,) = attempt.value
     assert [timing.threads for timing in costs.timings] == [1]
 
