@@ -193,6 +193,7 @@ def test_the_pace_is_that_of_the_others_in_each_window() -> None:
     assert row.busy_cores == 2.25
 
 
+@pytest.mark.lab  # a pause of the machine is as long as its windows
 @pytest.mark.parametrize("load", suspend.LOADS)
 def test_a_worker_is_suspended_and_the_others_step_on(load: str) -> None:
     (row,) = suspend.bench_suspend(pairs=2, window=0.5, loads=(load,))
@@ -200,6 +201,7 @@ def test_a_worker_is_suspended_and_the_others_step_on(load: str) -> None:
     assert row.suspended_per_second > 0
 
 
+@pytest.mark.lab  # likewise
 def test_the_measure_sees_a_server_that_waits_for_everybody() -> None:
     """Once a worker is suspended, the others complete at most the step under way."""
     synchronous = ParameterServer(consistency="synchronous")
