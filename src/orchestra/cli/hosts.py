@@ -47,7 +47,7 @@ def train(options: Namespace) -> int:
             if not restarts.number:
                 raise
             cause = str(error)
-        if not restarts.prepare(cause):
+        if not restarts.prepare(cause, options.out):
             return 1
 
 
@@ -79,7 +79,13 @@ def _attempt(
         variables = {FOLDER_VARIABLE: str(folders[-1]), **restarts.begin(hosts, first, options.out)}
         tell(", ".join(f"{p.name} ({meeting.addresses[p.name]}): {_ranks(p)}" for p in places))
         command = _command(options, experiment, run, variables)
-        status = run_on(hosts, places, meeting, command)
+        try:
+            status = run_on(hosts, places, meeting, command)
+        except RankLost:
+            restarts.note_checkpoint(hosts, first, options.out)
+            raise
+        if status == LOST_STATUS:
+            restarts.note_checkpoint(hosts, first, options.out)
     if facts[first].machine != here.machine and status != LOST_STATUS:
         tell(f"the record is on {first}, in {options.out.absolute()}")
     return status

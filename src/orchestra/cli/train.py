@@ -157,13 +157,13 @@ def _follow(
     ended.
 
     If the first rank is lost, this rank writes the record. The first rank of each node prints how
-    the run ended in any case.
+    the run ended in any case, unless all lines appear on one terminal.
     """
     on_left = _writer(run, options.out, experiment)
     try:
         stopped = take_part(run, options.out, launched, on_left=on_left, wish=wish)
     except RunEnded:
-        if launched.local_rank == 0:
+        if launched.local_rank == 0 and LAUNCHER_VARIABLE not in os.environ:
             raise
         return 1
     return int(options.stopped_status) if stopped else 0

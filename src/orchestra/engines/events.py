@@ -113,9 +113,10 @@ class Left(OfRank):
 
 @dataclass(frozen=True)
 class Exited(OfRank):
-    """A child process has ended; `status` is negative for a signal."""
+    """A process has ended, as its parent knows; `status` is negative for a signal."""
 
     status: int
+    host: str = ""  # where that was, if the rank may not have told
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ MAX_REFUSED = 8  # refused connections that a run reports: strangers cause them,
 ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows from it
 BOTH_SECONDS = 0.5  # for the accusations of others, once two ranks accuse each other
 RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
+CLOSED = "is gone: its control connection closed"
 RESERVE = 0.1  # of the grace, in which the ranks leave after a stop that took too long
 
 
@@ -81,6 +82,7 @@ class State(enum.Enum):
 
 
 ALIVE = (State.RUNNING, State.STOPPED)
+UNSETTLED = (State.ABSENT, *ALIVE)
 
 
 @dataclass
@@ -97,12 +99,18 @@ class WatchedRank:
     gone: bool = False  # its process, or its connection where it is nobody's child
     lost: bool = False  # by a loss, in contrast to a hang or an exit of its own
     child: bool = False  # of the watcher's process, so that its exit status will be reported
+    followed: bool = False  # by a launcher, which reports its exit status if it can
     settled_at: float | None = None  # when it finished, failed or was left out
     leaves: bool = False  # in good order, so that it is not killed at once
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+    @property
+    def is_pending(self) -> bool:
+        """True if it is gone, and its launcher may still say how that was."""
+        return self.followed and self.disconnected_at is not None and self.state in UNSETTLED
 
     @property
     def leaving(self) -> bool:
@@ -130,9 +138,10 @@ class FailureDetector:
     """Decides what a watcher of `ranks` ranks does; the run was started at the time `start`.
 
     Where the ranks are `children` of the watcher's process, their exit status will be reported.
-    Otherwise, and of newcomers, the end of its connection is all that is known of a rank's end. The
-    run ends where fewer than `min_ranks` are left of it. Nobody is taken in into as many as there
-    is a `refusal` of.
+    Otherwise, and of newcomers, the end of its connection is all that is known of a rank's end,
+    unless the launcher `follows` the ranks other than rank 0: it reports how they end, if it can.
+    The run ends where fewer than `min_ranks` are left of it. Nobody is taken in into as many as
+    there is a `refusal` of.
     """
 
     def __init__(
@@ -142,6 +151,7 @@ class FailureDetector:
         *,
         start: float,
         children: bool,
+        follows: bool = False,
         min_ranks: int = 1,
         refusal: Refusal = lambda _: None,
     ) -> None:
@@ -168,7 +178,14 @@ class FailureDetector:
         self._killed: set[int] = set()
         self._instructions: list[Instruction] = []
         self._members = {
-            rank: WatchedRank(rank, start, start, events.Heartbeat(rank), child=children)
+            rank: WatchedRank(
+                rank,
+                start,
+                start,
+                events.Heartbeat(rank),
+                child=children,
+                followed=follows and rank > 0,
+            )
             for rank in range(ranks)
         }
         self._newcomers: dict[int, WatchedRank] = {}  # that are not taken in yet
@@ -184,7 +201,8 @@ class FailureDetector:
     @property
     def over(self) -> bool:
         """True if nothing is left to wait for."""
-        return all(member.gone for member in self._members.values())
+        pending = self.cause is None and any(m.is_pending for m in self._members.values())
+        return not pending and all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:
         """Return the ranks that may be stopped: the watcher should ask the kernel about them."""
@@ -303,13 +321,18 @@ class FailureDetector:
                 member.leaves = True
                 self._dead(member, "has left", loss=True)
             case events.Disconnected():
-                member.disconnected_at = self._now
-                if not member.child:  # else the exit status says more, and comes in a moment
-                    member.gone = True
-                    self._dead(member, "is gone: its control connection closed", loss=True)
-            case events.Exited(status=status):
+                self._disconnect(member)
+            case events.Exited(status=status, host=host):
                 member.gone = True
+                member.host = member.host or host
                 self._dead(member, events.exit_text(status), loss=status < 0)
+
+    def _disconnect(self, member: WatchedRank) -> None:
+        """Note that its connection has ended; an exit status, which may follow, says more."""
+        member.disconnected_at = self._now
+        member.gone = member.gone or not member.child
+        if not (member.child or member.followed):
+            self._dead(member, CLOSED, loss=True)
 
     def _mark_ready(self, member: WatchedRank, generation: int) -> None:
         """Note that `member` can be reached in the group of `generation`."""
@@ -548,7 +571,11 @@ class FailureDetector:
     def _unknown_ends(self) -> None:
         for member in self._members.values():
             ended = member.disconnected_at
-            if ended is not None and not member.gone and self._now - ended > self.limits.status:
+            if ended is None or self._now - ended <= self.limits.status:
+                continue
+            if member.followed:
+                self._dead(member, CLOSED, loss=True)
+            elif not member.gone:
                 self._dead(member, "closed its control connection", loss=True)
 
     def _silences(self, stopped: Collection[int]) -> None:

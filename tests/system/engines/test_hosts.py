@@ -284,7 +284,7 @@ def lose_host(hosts: SshHosts, name: str) -> None:
 
 LOSSES: list[tuple[Callable[[SshHosts, str], None], str, str]] = [
     (lose_host, "b", "b: the ssh connection has ended"),
-    (lose_rank, "b", "rank 1"),
+    (lose_rank, "b", "rank 1 on b was killed by SIGKILL"),
     (lose_rank, "a", "a: rank 0 was killed by SIGKILL"),
 ]
 
@@ -305,7 +305,9 @@ def test_a_run_on_hosts_is_restarted_after_a_loss(
         lose_rank(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
-    assert found.err.splitlines()[-1] == f"orchestra: no restart is left of {number}"
+    cause, last = found.err.splitlines()[-2:]
+    assert cause == "orchestra: rank 1 on b was killed by SIGKILL"
+    assert last == f"orchestra: no restart is left of {number}"
     made = record(tmp_path)["restarts"]
     causes = [cause for _, _, cause in LOSSES[:number]]
     assert [each["cause"][: len(cause)] for each, cause in zip(made, causes, strict=True)] == causes
@@ -332,8 +334,14 @@ def test_a_rank_that_is_killed_ends_the_run(hosts: SshHosts, tmp_path: Path) -> 
         lose_rank(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
-    assert "rank 1" in found.err
-    assert record(tmp_path)["status"] == "failed"
+    cause, remedy = found.err.splitlines()[-2:]
+    assert cause == "orchestra: rank 1 on b was killed by SIGKILL"
+    assert "the same command with --out out goes on from checkpoint" in remedy
+    assert found.err.count("rank 1 on b") == 1
+    assert (record(tmp_path)["status"], record(tmp_path)["failure"]) == (
+        "failed",
+        "rank 1 on b was killed by SIGKILL",
+    )
 
 
 @pytest.mark.lab

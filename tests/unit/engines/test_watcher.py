@@ -547,6 +547,34 @@ def test_ranks_that_do_not_stop_in_the_grace_after_sigterm_are_named_and_killed(
     assert not story.detector.ended_by_loss
 
 
+def test_the_launcher_of_a_rank_says_how_it_ended() -> None:
+    story = Story(children=False, follows=True)
+    story.tell(Failed(0, lost(2)))
+    story.tell(Disconnected(2))
+    assert story.detector.cause is None
+    story.tell(Exited(2, -signal.SIGKILL, "c"))
+    assert story.cause == "rank 2 on host was killed by SIGKILL"
+    assert story.detector.ended_by_loss
+
+
+def test_a_rank_whose_launcher_is_silent_is_gone() -> None:
+    story = Story(children=False, follows=True)
+    for rank in (0, 1):
+        story.tell(Finished(rank))
+    for rank in range(3):
+        story.tell(Disconnected(rank))
+    assert not story.detector.over
+    story.pass_time(3)
+    assert story.cause == "rank 2 on host is gone: its control connection closed"
+    assert story.detector.over
+
+
+def test_a_rank_that_ends_before_it_has_joined_is_named_with_its_host() -> None:
+    detector = FailureDetector(2, LIMITS, start=0.0, children=False, follows=True)
+    detector.observe(1.0, Exited(1, 1, "c"))
+    assert detector.cause == "rank 1 on c exited with status 1 without a result"
+
+
 def test_a_run_that_stops_in_the_grace_ends_well() -> None:
     story = Story(ranks=2)
     story.tell(Terminated())

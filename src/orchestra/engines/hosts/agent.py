@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from orchestra.engines.hosts.facts import facts_here, file_digest
-from orchestra.engines.processes.environment import HOST_VARIABLE, towards
+from orchestra.engines.processes.environment import HOST_VARIABLE, NEWS_VARIABLE, towards
 from orchestra.engines.restarts import remains_in
 from orchestra.errors import InputError
 from orchestra.records.live import holder
@@ -62,6 +62,7 @@ class Agent:
         self._listeners: list[socket.socket] = []
         self._marks: list[IO[bytes]] = []  # files that are gone when they are closed
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._news: dict[int, int] = {}  # the descriptors where ranks read news of others
         self._grace = 0.0
         self._answers: Mapping[str, Callable[[Any], Any]] = {
             "facts": lambda devices: asdict(facts_here(devices=devices)),
@@ -90,6 +91,10 @@ class Agent:
                     case "signal":
                         with suppress(ProcessLookupError, KeyError):
                             self._processes[message["rank"]].send_signal(message["number"])
+                    case "news":
+                        with suppress(OSError, KeyError):  # the rank has ended, or is stuck
+                            text = json.dumps(message["news"]) + "\n"
+                            os.write(self._news[message["rank"]], text.encode())
                     case "end":
                         self._grace = message["grace"]
                         return
@@ -141,11 +146,19 @@ class Agent:
         self._let_go()
         self._grace = order["grace"]
         for each in order["ranks"]:
+            variables, passed = {**os.environ, **each["variables"]}, []
+            if each["rank"] == 0:
+                end, self._news[0] = os.pipe()
+                os.set_blocking(self._news[0], False)
+                variables[NEWS_VARIABLE] = str(end)
+                passed.append(end)
             process = subprocess.Popen(
-                [sys.executable, *each["arguments"]], env={**os.environ, **each["variables"]},
+                [sys.executable, *each["arguments"]], env=variables,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True, pass_fds=passed,
             )  # fmt: skip
+            for end in passed:
+                os.close(end)
             self._processes[each["rank"]] = process
             given = each["rank"], process, each["input"].encode()
             threading.Thread(target=self._follow, args=given, daemon=True).start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from orchestra.engines.hosts.agent import LEAVING_SECONDS
@@ -40,6 +41,7 @@ class HostRestarts:
         if most and not run.training.checkpoint_every:
             tell(FROM_BEGINNING)
         self._most = most
+        self.checkpoint: int | None = None  # from which the same command goes on, if it is known
         self._made: list[Restart] = []
         self._losses: list[tuple[str | None, float]] = []  # causes and times since the last attempt
         self._count = StepCount()
@@ -49,14 +51,21 @@ class HostRestarts:
         """The restarts so far."""
         return len(self._made) + len(self._losses)
 
-    def prepare(self, cause: str | None) -> bool:
+    def note_checkpoint(self, hosts: Hosts, first: str, out: Path) -> None:
+        """Ask the host `first` where a run that has ended would go on, for `prepare`."""
+        with suppress(InputError):  # the host is lost, too
+            order = {"folder": str(out), "seconds": 0.0}
+            answer = hosts.ask("remains", {first: order})[first]
+            self.checkpoint = from_plain(Remains, answer["remains"]).checkpoint
+
+    def prepare(self, cause: str | None, out: Path) -> bool:
         """Tell the user, and pause; return False at once if no restart is left.
 
         `cause` is that of the run's end, None where rank 0 has told it.
         """
         number = self.number + 1
         if number > self._most:
-            what = f"no restart is left of {self._most}" if self._most else None
+            what = f"no restart is left of {self._most}" if self._most else self._remedy(out)
         else:
             what = f"restart {number} of {self._most} in {pause_before(number):g} s"
         if words := "; ".join(filter(None, (cause, what))):
@@ -66,6 +75,14 @@ class HostRestarts:
         self._losses.append((cause, time.time()))
         time.sleep(pause_before(number))
         return True
+
+    def _remedy(self, out: Path) -> str | None:
+        if self.checkpoint is None:
+            return None
+        return (
+            f"the same command with --out {out} goes on from checkpoint {self.checkpoint}; "
+            "--max-restarts N does so by itself"
+        )
 
     def begin(self, hosts: Hosts, first: str, out: Path) -> dict[str, str]:
         """Note what the run has left on the host `first`; return a variable for rank 0.

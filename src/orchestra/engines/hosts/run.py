@@ -18,6 +18,8 @@ from orchestra.engines.processes.environment import (
     HOST_VARIABLE,
     LAUNCHER_VARIABLE,
     LOST_STATUS,
+    NEWS_VARIABLE,
+    NODE_VARIABLE,
 )
 from orchestra.engines.processes.system import handling, spaced
 from orchestra.errors import InputError, RankLost, RunFailed, tell
@@ -30,7 +32,7 @@ _BAD_INPUT = 2
 _PREFIXES = ("ORCHESTRA_", "GLOO_", "NCCL_", "TP_", "MLFLOW_", "WANDB_")
 _NAMES = ("OMP_NUM_THREADS", "PYTHONHASHSEED", "TORCH_CPP_LOG_LEVEL")
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each address without a host name
-_NOT_SENT = (HOST_VARIABLE, LAUNCHER_VARIABLE)
+_NOT_SENT = (HOST_VARIABLE, LAUNCHER_VARIABLE, NEWS_VARIABLE, NODE_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _orders(
             **master,
             LAUNCHER_VARIABLE: LAUNCHER,
             HOST_VARIABLE: meeting.addresses[place.name],
+            NODE_VARIABLE: place.name,
             "WORLD_SIZE": str(total),
             "LOCAL_WORLD_SIZE": str(place.ranks),
         }
@@ -196,6 +199,8 @@ class _Course:
 
     def _on_ended(self, rank: int, status: int) -> None:
         self.statuses.setdefault(rank, status)
+        if rank > 0 and status != _BAD_INPUT:  # rank 0 cannot tell that one was refused its input
+            self._tell_first({"rank": rank, "status": status, "host": self.location[rank]})
         needed = rank == 0 or status == _BAD_INPUT or not self.command.goes_on
         if status != 0 and needed and self.failed is None and self._deadline is None:
             self.failed = rank
@@ -224,6 +229,10 @@ class _Course:
 
     def _signal_first(self, number: signal.Signals) -> None:
         self.hosts.connections[self.location[0]].say("signal", rank=0, number=int(number))
+
+    def _tell_first(self, news: Mapping[str, Any]) -> None:
+        """Tell rank 0, which writes the record, what only the agents know."""
+        self.hosts.connections[self.location[0]].say("news", rank=0, news=news)
 
     def _end_within(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat, describe
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.processes.environment import NODE_VARIABLE
 from orchestra.engines.processes.system import (
     Latencies,
     RankPlace,
@@ -84,7 +85,9 @@ class RankSpec:
     @property
     def node(self) -> str:
         """The name of its host."""
-        return socket.gethostname() if self.place is None else self.place.node
+        if self.place is not None:
+            return self.place.node
+        return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 @dataclass(frozen=True)

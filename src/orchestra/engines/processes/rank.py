@@ -33,6 +33,7 @@ from orchestra.engines.injection import LOG, injections
 from orchestra.engines.processes.control import Control, RankSpec, Roster, Signs
 from orchestra.engines.processes.environment import (
     HOST_VARIABLE,
+    NEWS_VARIABLE,
     Launched,
     latencies_of,
     memory_is_shared,
@@ -354,7 +355,7 @@ def join(
             token = secrets.token_hex(32)
             watcher = Watcher(
                 launched.ranks, limits, host=address, token=token, children=False, tls=tls,
-                on_event=on_event, on_cause=on_cause, min_ranks=min_ranks,
+                on_event=on_event, on_cause=on_cause, min_ranks=min_ranks, news=_news(),
                 invitation=invitation, shared_memory=memory_is_shared(os.environ),
             )  # fmt: skip
             on_cause = None  # it comes from the watcher
@@ -405,6 +406,15 @@ def join_run(
 
     result = run_rank(spec, lambda: (program, argument), no_store, wish=wish)
     return json.loads(json.dumps(result))
+
+
+def _news() -> int | None:
+    """Return the descriptor from which rank 0 reads what its launcher tells; None without one."""
+    if NEWS_VARIABLE not in os.environ:
+        return None
+    descriptor = int(os.environ.pop(NEWS_VARIABLE))
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:

@@ -100,6 +100,7 @@ class Watcher:
         host: str,  # the address to listen on
         token: str,  # the secret that a rank has to show
         children: bool,  # the ranks are child processes, each given to `adopt` once started
+        news: int | None = None,  # where the launcher of others writes how they have ended
         limit: float | None = None,  # seconds after which all ranks are killed
         min_ranks: int = 1,  # with fewer the run does not go on
         invitation: Invitation | None = None,  # for newcomers; None: nobody can join the run
@@ -141,10 +142,15 @@ class Watcher:
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
         self.detector = FailureDetector(
-            ranks, limits, start=self._started_at, children=children, min_ranks=min_ranks,
+            ranks, limits, start=self._started_at, children=children, follows=news is not None,
+            min_ranks=min_ranks,
             refusal=invitation.refusal if invitation else lambda _: None,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        if news is not None:
+            held = bytearray()
+            read = partial(self._read_news, news, held)
+            self._selector.register(news, selectors.EVENT_READ, read)
 
     # From other threads
 
@@ -352,6 +358,19 @@ class Watcher:
         if status == NOT_KNOWN:
             self._look_after_server(time.monotonic(), within=0.5)
         self._observe(events.Exited(rank, status))
+
+    def _read_news(self, descriptor: int, held: bytearray) -> None:
+        """Take in lines of JSON from the launcher; `held` is the beginning of the next one."""
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            self._selector.unregister(descriptor)
+            return
+        *lines, rest = (bytes(held) + chunk).split(b"\n")
+        held[:] = rest
+        for news in map(json.loads, lines):
+            if (link := self._links.get(news["rank"])) is not None:
+                self._drain(link)  # what it said before it ended comes first
+            self._observe(events.Exited(news["rank"], news["status"], news["host"]))
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
