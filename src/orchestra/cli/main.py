@@ -48,7 +48,7 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
     except (InputError, RunFailed) as error:
         return _complain(error, 2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
-        return _complain("stopped", 1)
+        return _complain("stopped", _interrupted_status())
     except SystemExit as exit:  # argparse, after --help
         return _complain(exit, 2) if isinstance(exit.code, str) else int(exit.code or 0)
     except BrokenPipeError:  # the reader of a pipe has seen enough
@@ -60,6 +60,12 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
         _drop_output()
         where = error.filename or "standard output, or a file"
         return _complain(f"{where}: {error.strerror}", 1)
+
+
+def _interrupted_status() -> int:
+    from orchestra.engines.processes.environment import INTERRUPTED_STATUS, LAUNCHER_VARIABLE
+
+    return INTERRUPTED_STATUS if LAUNCHER_VARIABLE in os.environ else 1
 
 
 @contextlib.contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import queue
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,9 @@ from orchestra.engines.hosts.agent import MARK, MARKER
 from orchestra.engines.hosts.checks import Clock, late, unlike
 from orchestra.engines.hosts.facts import facts_here
 from orchestra.engines.hosts.names import HostRanks, read_hosts
-from orchestra.engines.hosts.run import travelling
+from orchestra.engines.hosts.run import Command as RankCommand
+from orchestra.engines.hosts.run import _Course, print_prefixed, travelling
+from orchestra.engines.processes.environment import INTERRUPTED_STATUS
 from orchestra.errors import InputError
 
 TRAIN = ["train", "--task", "digits", "--strategy", "AllReduce", "--out", "out"]
@@ -94,6 +99,46 @@ def test_a_clock_is_late_beyond_the_bound_and_the_error_of_the_reading() -> None
 def test_variables_of_a_run_travel_and_those_of_a_machine_do_not() -> None:
     environ = {"ORCHESTRA_TLS_KEY": "k", "WANDB_API_KEY": "s", "HOME": "/", "ORCHESTRA_HOST": "x"}
     assert travelling(environ) == {"ORCHESTRA_TLS_KEY": "k", "WANDB_API_KEY": "s"}
+
+
+# The course of a run, without hosts --------------------------------------------------------------
+
+
+class SilentConnection:
+    """Keeps what an agent is told, which does nothing of it."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict[str, Any]]] = []
+
+    def say(self, kind: str, **more: Any) -> None:
+        self.said.append((kind, more))
+
+
+def course(*events: tuple[str, dict[str, Any]]) -> tuple[_Course, dict[str, SilentConnection]]:
+    """The course of a run with rank 0 on a, and 1 on b, after these events."""
+    connections = {"a": SilentConnection(), "b": SilentConnection()}
+    hosts: Any = SimpleNamespace(events=queue.SimpleQueue(), connections=connections)
+    for event in events:
+        hosts.events.put(event)
+    made = _Course(hosts, {0: "a", 1: "b"}, RankCommand([]), print_prefixed)
+    made.follow()
+    return made, connections
+
+
+@pytest.mark.parametrize("status", [INTERRUPTED_STATUS, -signal.SIGINT])
+def test_ctrl_c_in_the_set_up_of_rank_0_ends_the_others_at_once(status: int) -> None:
+    made, connections = course(
+        ("", {"kind": "interrupt"}),
+        ("a", {"kind": "ended", "rank": 0, "status": status}),
+        ("b", {"kind": "ended", "rank": 1, "status": -signal.SIGKILL}),
+    )
+    assert ("signal", {"rank": 0, "number": signal.SIGINT}) in connections["a"].said
+    assert ("signal", {"rank": 1, "number": signal.SIGKILL}) in connections["b"].said
+    if status == INTERRUPTED_STATUS:
+        assert made.status() == 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            made.status()
 
 
 # The agent, without ssh --------------------------------------------------------------------------
@@ -368,6 +413,21 @@ def test_a_cut_cable_ends_the_run_on_both_sides(hosts: SshHosts, tmp_path: Path)
     hosts.network.cut("b", cut=False)
     assert found.status == 1, found.err
     assert "b: the ssh connection has ended" in found.err
+
+
+@needs_sshd
+@pytest.mark.lab
+def test_the_commands_of_the_guide_compare_strategies_on_hosts(
+    hosts: SshHosts, tmp_path: Path
+) -> None:
+    text = Path("docs/how-to/several-machines.md").read_text()
+    lines = text.partition("orchestra doctor --hosts a,b,c,d\n")[2].partition("```")[0].splitlines()
+    assert len(lines) == 4
+    for line in ["orchestra doctor --hosts a,b,c,d --no-links", *lines]:
+        with hosts.started(shlex.split(line)[1:], tmp_path) as command:
+            found = ended(hosts, command)
+        assert found.status == 0, found.err
+    assert (tmp_path / "runs/hosts/report.html").exists()
 
 
 @needs_sshd

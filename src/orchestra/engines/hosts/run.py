@@ -16,6 +16,7 @@ from orchestra.engines.hosts.connection import Hosts
 from orchestra.engines.hosts.names import HostRanks
 from orchestra.engines.processes.environment import (
     HOST_VARIABLE,
+    INTERRUPTED_STATUS,
     LAUNCHER_VARIABLE,
     LOST_STATUS,
     NEWS_VARIABLE,
@@ -29,6 +30,7 @@ LEAVING_SECONDS = 10.0
 """For the others to end by themselves, once rank 0 or a rank that the run needs has ended."""
 
 _BAD_INPUT = 2
+_INTERRUPTED = (INTERRUPTED_STATUS, -signal.SIGINT)
 _PREFIXES = ("ORCHESTRA_", "GLOO_", "NCCL_", "TP_", "MLFLOW_", "WANDB_")
 _NAMES = ("OMP_NUM_THREADS", "PYTHONHASHSEED", "TORCH_CPP_LOG_LEVEL")
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each address without a host name
@@ -180,10 +182,12 @@ class _Course:
         own = self.statuses[0]
         if self.lost is not None:  # even if the other ranks have stopped in good order
             raise RunFailed(self.lost) if self._stopping else RankLost(self.lost)
+        if own == INTERRUPTED_STATUS and self.interrupts:
+            return 1  # rank 0 has told that
         if own is not None and own >= 0:
             # Where it failed, rank 0 has said why.
             return 1 if own == LOST_STATUS and self._stopping else own
-        if self.interrupts > 1:
+        if self.interrupts > 1 or (own in _INTERRUPTED and self.interrupts):
             raise KeyboardInterrupt
         rank = 0 if self.failed is None else self.failed
         status = self.statuses[rank]
@@ -204,7 +208,9 @@ class _Course:
         needed = rank == 0 or status == _BAD_INPUT or not self.command.goes_on
         if status != 0 and needed and self.failed is None and self._deadline is None:
             self.failed = rank
-        if rank == 0 or (status != 0 and needed):
+        if rank == 0 and self.interrupts and status in _INTERRUPTED:
+            self._kill()  # the others would wait for it: it was in its set-up
+        elif rank == 0 or (status != 0 and needed):
             self._end_within(LEAVING_SECONDS)
 
     def _on_lost(self, host: str) -> None:

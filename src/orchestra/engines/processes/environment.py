@@ -28,6 +28,8 @@ RESTARTS_VARIABLE = "ORCHESTRA_RESTARTS"
 """The restarts that it has made before, as JSON: entries of the record for rank 0."""
 LOST_STATUS = 75
 """Exit status of rank 0 under it if the run lost a rank that it needs (EX_TEMPFAIL of sysexits)."""
+INTERRUPTED_STATUS = 130
+"""Exit status of rank 0 under it if Ctrl-C ended its set-up, which no other rank hears of."""
 NODE_VARIABLE = "ORCHESTRA_NODE"  # the name of this host for messages, as its user knows it
 NEWS_VARIABLE = "ORCHESTRA_NEWS"
 """The descriptor from which rank 0 reads what that launcher learns of the others: see `Watcher`."""
