@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,16 +32,24 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         takes_command: the words behind `--` are a command of the user's own, kept in `command`.
+        elsewhere: for options that only other commands have, how to get the same.
     """
 
     def __init__(
-        self, command: str, description: str, epilog: str = "", *, takes_command: bool = False
+        self,
+        command: str,
+        description: str,
+        epilog: str = "",
+        *,
+        takes_command: bool = False,
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             prog=f"orchestra {command}".rstrip(), description=description, epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
         self._takes_command = takes_command
+        self._elsewhere = elsewhere or {}
 
     def error(self, message: str) -> NoReturn:
         # argparse would print its usage and exit; `main` prints one line.
@@ -106,15 +115,17 @@ class Parser(argparse.ArgumentParser):
     def _instead_of(self, option: str, arguments: Sequence[str]) -> str:
         """Say what to write in place of an unknown option: a setting, or the nearest one."""
         known = self._option_string_actions
+        if option in self._elsewhere:
+            return self._elsewhere[option]
         settings = _settings_as_options() if "--set" in known else {}
         spelled = option.replace("_", "-")
         # A setting is no option, although many are tried as one: the message then offers --set.
-        close = difflib.get_close_matches(spelled, [*known, *settings], n=1, cutoff=0.5)
-        if not close or close[0] in known:
-            return nearest(option, known)
         given = [*arguments, ""]
         place = next(at for at, text in enumerate(given) if text.partition("=")[0] == option)
         value = given[place].partition("=")[2] or given[place + 1]
+        close = difflib.get_close_matches(spelled, [*known, *settings], n=1, cutoff=0.5)
+        if not close or close[0] in known or not _takes(settings[close[0]], value):
+            return nearest(option, known)
         wanted = "VALUE" if not value or value.startswith("-") else value
         return f"write --set {shlex.quote(_assignment(settings[close[0]], wanted))}"
 
@@ -131,6 +142,21 @@ def _assignment(key: str, value: str) -> str:
     if any(sign in notation for sign in ",:[]{}#"):
         notation = f"'{notation}'"
     return f"{key}={{{label}: {notation}}}"
+
+
+def _takes(key: str, value: str) -> bool:
+    """Return False if the setting `key` is a number and the `value` that was given is none."""
+    from orchestra.trainer.settings import Training
+
+    kinds = {field.name: str(field.type) for field in fields(Training)}
+    number = set(kinds.get(key, "").split(" | ")) <= {"int", "float", "None"}
+    if key not in kinds or not number or not value or value.startswith("-"):
+        return True
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _settings_as_options() -> dict[str, str]:

@@ -57,17 +57,28 @@ examples:
 
 SEARCH_SECONDS = 30.0
 
+ON_HOSTS = (
+    "it runs on this machine; on several hosts write orchestra train FILE --hosts A,B --strategy "
+    "NAME --out DIR for each strategy, with a DIR of its own, then orchestra report DIR DIR"
+)
+OF_HOSTS = (
+    "it runs on this machine; for a simulation of hosts write orchestra doctor --hosts A,B --out "
+    "machines.yaml, then --cluster machines.yaml"
+)
+"""For users who give these commands the hosts of `orchestra train`."""
+
 
 def compare() -> Parser:
-    return _comparing("compare", COMPARE, COMPARE_EPILOG)
+    return _comparing("compare", COMPARE, COMPARE_EPILOG, ON_HOSTS)
 
 
 def simulate() -> Parser:
-    return _comparing("simulate", SIMULATE, SIMULATE_EPILOG)
+    return _comparing("simulate", SIMULATE, SIMULATE_EPILOG, OF_HOSTS)
 
 
-def _comparing(command: str, description: str, epilog: str) -> Parser:
-    parser = Parser(command, description, epilog)
+def _comparing(command: str, description: str, epilog: str, hosts: str) -> Parser:
+    elsewhere = dict.fromkeys(("--hosts", "--host"), hosts)
+    parser = Parser(command, description, epilog, elsewhere=elsewhere)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="a YAML file")
     ranks = "processes, servers included; 1,2,4,...,256 stands for all powers of two between"
     parser.option("--ranks", "N[,N...]", ranks, type=numbers)
