@@ -79,6 +79,10 @@ class SshHosts:
         """The processes of sshd that hold a connection to a host."""
         return {pid for pid in self.processes(name) if "sshd: " in _command_line(pid)}
 
+    def agents(self, name: str) -> set[int]:
+        """The processes of agents on a host."""
+        return {pid for pid in self.processes(name) if "hosts.agent" in _command_line(pid)}
+
     def ranks(self, name: str) -> set[int]:
         """The processes of ranks on a host."""
         return {pid for pid in self.processes(name) if " train - " in _command_line(pid)}

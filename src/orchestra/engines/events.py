@@ -139,7 +139,17 @@ class ForkServerLost:
     by_signal: bool  # a signal killed or stopped it
 
 
-Event = OfRank | Interrupted | Terminated | ForkServerLost
+@dataclass(frozen=True)
+class HostLost:
+    """The launcher has lost its connection to a host, whose ranks therefore end; `stops`: all
+    others are to stop, too."""
+
+    host: str
+    ranks: tuple[int, ...]
+    stops: bool
+
+
+Event = OfRank | Interrupted | Terminated | ForkServerLost | HostLost
 
 # Instructions -------------------------------------------------------------------------------
 

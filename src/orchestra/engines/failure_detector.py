@@ -51,6 +51,7 @@ ECHO_SECONDS = 10.0  # after a loss in which SIGTERM to another rank follows fro
 BOTH_SECONDS = 0.5  # for the accusations of others, once two ranks accuse each other
 RECONNECTED_SECONDS = 30.0  # in which a connection that is lost again is not made anew
 CLOSED = "is gone: its control connection closed"
+STOPPING = "stopping in good order"
 RESERVE = 0.1  # of the grace, in which the ranks leave after a stop that took too long
 
 
@@ -100,6 +101,7 @@ class WatchedRank:
     lost: bool = False  # by a loss, in contrast to a hang or an exit of its own
     child: bool = False  # of the watcher's process, so that its exit status will be reported
     followed: bool = False  # by a launcher, which reports its exit status if it can
+    cut_off: bool = False  # by the loss of that launcher's connection to its host
     settled_at: float | None = None  # when it finished, failed or was left out
     leaves: bool = False  # in good order, so that it is not killed at once
 
@@ -169,6 +171,7 @@ class FailureDetector:
         self._failed_at = 0.0
         self._signals = 0  # to the launcher
         self._stop_by = math.inf  # the end of what is left for an orderly stop
+        self._held: tuple[float, str] | None = None  # a notice whose cause may come until then
         self._lost: tuple[float, str] | None = None  # the last loss that the run went on after
         self._consequences: list[tuple[float, WatchedRank, events.Failure]] = []  # deadlines
         # By a rank and another one to which it has lost its connection, in the newest group
@@ -218,9 +221,11 @@ class FailureDetector:
         """Take in one event; return what is to be done now."""
         self._now = now
         if isinstance(event, events.Interrupted):
-            self._signalled("press Ctrl-C again to end at once")
+            self._signalled(f"{STOPPING}; press Ctrl-C again to end at once")
         elif isinstance(event, events.Terminated):
             self._terminated(event)
+        elif isinstance(event, events.HostLost):
+            self._lose_host(event)
         elif isinstance(event, events.ForkServerLost):
             self._fail(event.how, loss=event.by_signal)
         elif event.rank in self._members:
@@ -237,6 +242,7 @@ class FailureDetector:
             if now - self._failed_at >= self.limits.leaving:
                 self._kill(self._members.values())
             return self._decided()
+        self._tell_held()
         # Ends at the first cause of a failure, so that the order of the rules matters.
         for rule in (
             self._out_of_grace, self._late, self._unknown_ends, lambda: self._silences(stopped),
@@ -262,20 +268,49 @@ class FailureDetector:
 
     # What events mean
 
-    def _signalled(self, advice: str) -> None:
+    def _signalled(self, notice: str) -> None:
         """The launcher got a signal: the first one stops the run, a second one ends it at once."""
         self._signals += 1
         if self._signals > 1:
             self._fail("interrupted")
             self._kill(self._members.values())
             return
-        self._stop(advice)
+        self._stop(notice)
 
-    def _stop(self, advice: str) -> None:
+    def _stop(self, notice: str, *, until: float | None = None) -> None:
+        """Let all ranks stop; a notice with a time is held `until` then."""
         if not self.stopped and self.cause is None:
             self._instructions.append(events.Stop())
-            self._notice(f"stopping in good order; {advice}")
+            if until is None:
+                self._notice(notice)
+            else:
+                self._held = until, notice
         self.stopped = True
+
+    def _tell_held(self) -> None:
+        if self._held is not None and self._held[0] <= self._now:
+            self._notice(self._held[1])
+            self._held = None
+
+    def _begin_grace(self) -> None:
+        if not self.terminated:
+            self.terminated = True
+            self._stop_by = self._now + (1 - RESERVE) * self.limits.grace
+
+    def _lose_host(self, event: events.HostLost) -> None:
+        """Name the connection as the cause of what follows; stop in good order if that can be."""
+        lost = [self._members[rank] for rank in event.ranks if rank in self._members]
+        for member in lost:
+            member.cut_off, member.host = True, member.host or event.host
+        for member in lost:
+            if member.is_pending or (event.stops and member.state is State.ABSENT):
+                self._dead(member, CLOSED, loss=True)
+        if not event.stops or self.cause is not None:
+            return
+        if self._held is not None:
+            self._held, self.stopped = None, False  # that notice had this cause
+        self._begin_grace()
+        self._stop(f"{event.host}: the ssh connection has ended; {STOPPING}")
 
     def _terminated(self, event: events.Terminated) -> None:
         if event.rank is not None and (
@@ -287,14 +322,16 @@ class FailureDetector:
             if self._now - lost_at < ECHO_SECONDS:
                 self._fail(f"{how}; its launcher ends the other ranks, too", loss=True)
                 return
-        if not self.terminated:
-            self.terminated = True
-            self._stop_by = self._now + (1 - RESERVE) * self.limits.grace
-        advice = f"all ranks have to leave within {self.limits.grace:g} s of SIGTERM"
+        self._begin_grace()
+        within = f"all ranks have to leave within {self.limits.grace:g} s of SIGTERM"
+        notice = f"{STOPPING}; {within}"
         if event.rank is None:
-            self._signalled(advice)
-        else:
-            self._stop(advice)
+            self._signalled(notice)
+            return
+        # The agent on a host sends it where the connection to that is lost.
+        member = self._members.get(event.rank)
+        followed = member is not None and member.followed
+        self._stop(notice, until=self._now + self.limits.status if followed else None)
 
     def _heard(self, member: WatchedRank, event: events.OfRank) -> None:
         member.seen_at = self._now
@@ -331,7 +368,7 @@ class FailureDetector:
         """Note that its connection has ended; an exit status, which may follow, says more."""
         member.disconnected_at = self._now
         member.gone = member.gone or not member.child
-        if not (member.child or member.followed):
+        if member.cut_off or not (member.child or member.followed):
             self._dead(member, CLOSED, loss=True)
 
     def _mark_ready(self, member: WatchedRank, generation: int) -> None:
@@ -371,6 +408,8 @@ class FailureDetector:
         self._fail(events.failed_text(member.name, failure))
 
     def _dead(self, member: WatchedRank, how: str, *, loss: bool) -> None:
+        if member.cut_off:
+            how = f"is lost: the ssh connection to {member.host} has ended"
         if member.state not in (State.DONE, State.FAILED, State.LEFT_OUT):
             self._give_up(member, how, loss=loss)
 

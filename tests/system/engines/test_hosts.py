@@ -26,7 +26,7 @@ from orchestra.engines.hosts.names import HostRanks, read_hosts
 from orchestra.engines.hosts.run import Command as RankCommand
 from orchestra.engines.hosts.run import _Course, print_prefixed, travelling
 from orchestra.engines.processes.environment import INTERRUPTED_STATUS
-from orchestra.errors import InputError
+from orchestra.errors import InputError, RankLost
 
 TRAIN = ["train", "--task", "digits", "--strategy", "AllReduce", "--out", "out"]
 OWN_TASK = """\
@@ -123,6 +123,22 @@ def course(*events: tuple[str, dict[str, Any]]) -> tuple[_Course, dict[str, Sile
     made = _Course(hosts, {0: "a", 1: "b"}, RankCommand([]), print_prefixed)
     made.follow()
     return made, connections
+
+
+def test_rank_0_is_told_how_others_end_and_which_host_is_lost() -> None:
+    made, connections = course(
+        ("b", {"kind": "lost"}), ("a", {"kind": "ended", "rank": 0, "status": 1})
+    )
+    news = {"host": "b", "ranks": [1], "stops": True}
+    assert connections["a"].said == [("news", {"rank": 0, "news": news})]
+    with pytest.raises(RankLost, match="b: the ssh connection has ended"):
+        made.status()
+    _, connections = course(
+        ("b", {"kind": "ended", "rank": 1, "status": -signal.SIGKILL}),
+        ("a", {"kind": "ended", "rank": 0, "status": 75}),
+    )
+    news = {"ranks": [1], "status": -signal.SIGKILL, "host": "b"}
+    assert connections["a"].said == [("news", {"rank": 0, "news": news})]
 
 
 @pytest.mark.parametrize("status", [INTERRUPTED_STATUS, -signal.SIGINT])
@@ -327,6 +343,11 @@ def lose_host(hosts: SshHosts, name: str) -> None:
         kill(pid)
 
 
+def lose_agent(hosts: SshHosts, name: str) -> None:
+    for pid in hosts.agents(name):
+        kill(pid)
+
+
 LOSSES: list[tuple[Callable[[SshHosts, str], None], str, str]] = [
     (lose_host, "b", "b: the ssh connection has ended"),
     (lose_rank, "b", "rank 1 on b was killed by SIGKILL"),
@@ -361,14 +382,22 @@ def test_a_run_on_hosts_is_restarted_after_a_loss(
 
 @needs_sshd
 @pytest.mark.lab
-def test_a_lost_ssh_connection_ends_the_run_and_is_named(hosts: SshHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lose", [lose_host, lose_agent])
+def test_a_lost_ssh_connection_ends_the_run_and_is_named(
+    lose: Callable[[SshHosts, str], None], hosts: SshHosts, tmp_path: Path
+) -> None:
     with hosts.started([*LONG, "--hosts", "a,b"], tmp_path) as command:
         running(hosts, command, tmp_path)
-        lose_host(hosts, "b")
+        lose(hosts, "b")
         found = ended(hosts, command)
     assert found.status == 1, found.err
-    assert "orchestra: b: the ssh connection has ended" in found.err.splitlines()[-1]
-    assert record(tmp_path)["status"] in ("stopped", "failed")
+    assert "orchestra: b: the ssh connection has ended" in found.err
+    assert "SIGTERM" not in found.err
+    left = record(tmp_path)
+    if left["status"] == "failed":
+        assert left["failure"] == "rank 1 on b is lost: the ssh connection to b has ended"
+    else:
+        assert "b: the ssh connection has ended; stopping in good order" in left["notices"]
 
 
 @needs_sshd

@@ -22,6 +22,7 @@ from orchestra.engines.events import (
     Failure,
     Finished,
     Heartbeat,
+    HostLost,
     Instruction,
     Interrupted,
     Joined,
@@ -573,6 +574,37 @@ def test_a_rank_that_ends_before_it_has_joined_is_named_with_its_host() -> None:
     detector = FailureDetector(2, LIMITS, start=0.0, children=False, follows=True)
     detector.observe(1.0, Exited(1, 1, "c"))
     assert detector.cause == "rank 1 on c exited with status 1 without a result"
+
+
+def test_a_host_that_is_cut_off_stops_the_run_and_is_named() -> None:
+    """Its agent sends SIGTERM to the ranks there, and may be faster than the news."""
+    story = Story(children=False, follows=True)
+    assert story.tell(Terminated(2)) == [Stop()]
+    notice = Notice("c: the ssh connection has ended; stopping in good order")
+    assert notice in story.tell(HostLost("c", (2,), stops=True))
+    story.pass_time(3)
+    assert story.detector.notices == [notice.text]
+    story.tell(Disconnected(2))
+    assert story.cause == "rank 2 on host is lost: the ssh connection to host has ended"
+
+
+def test_the_loss_of_a_host_is_the_cause_whichever_end_is_seen_first() -> None:
+    story = Story(children=False, follows=True)
+    story.tell(Disconnected(2))
+    story.tell(HostLost("c", (2,), stops=True))
+    assert story.cause == "rank 2 on host is lost: the ssh connection to host has ended"
+    assert story.detector.notices == []
+    absent = FailureDetector(2, LIMITS, start=0.0, children=False, follows=True)
+    absent.observe(1.0, HostLost("c", (1,), stops=True))
+    assert absent.cause == "rank 1 on c is lost: the ssh connection to c has ended"
+
+
+def test_sigterm_to_a_followed_rank_is_told_a_little_later() -> None:
+    story = Story(children=False, follows=True)
+    story.tell(Terminated(2))
+    story.pass_time(3)
+    (notice,) = story.detector.notices
+    assert notice.startswith("stopping in good order; all ranks have to leave within 30 s")
 
 
 def test_a_run_that_stops_in_the_grace_ends_well() -> None:

@@ -204,7 +204,7 @@ class _Course:
     def _on_ended(self, rank: int, status: int) -> None:
         self.statuses.setdefault(rank, status)
         if rank > 0 and status != _BAD_INPUT:  # rank 0 cannot tell that one was refused its input
-            self._tell_first({"rank": rank, "status": status, "host": self.location[rank]})
+            self._tell_first({"ranks": [rank], "status": status, "host": self.location[rank]})
         needed = rank == 0 or status == _BAD_INPUT or not self.command.goes_on
         if status != 0 and needed and self.failed is None and self._deadline is None:
             self.failed = rank
@@ -219,11 +219,12 @@ class _Course:
             return
         self.statuses |= {rank: None for rank in gone if rank not in self.statuses}
         text = f"{host}: the ssh connection has ended"
-        if 0 not in gone and self.command.goes_on:
+        stops = 0 in gone or not self.command.goes_on
+        self._tell_first({"host": host, "ranks": gone, "stops": stops})
+        if not stops:
             tell(f"{text}; its ranks are being ended there")
             return
         self.lost = self.lost or f"{text}; its ranks are ended there, and those of the others too"
-        self._signal_first(signal.SIGTERM)
         self._end_within(self.command.grace + LEAVING_SECONDS)
 
     def _on_interrupt(self) -> None:

@@ -368,9 +368,14 @@ class Watcher:
         *lines, rest = (bytes(held) + chunk).split(b"\n")
         held[:] = rest
         for news in map(json.loads, lines):
-            if (link := self._links.get(news["rank"])) is not None:
-                self._drain(link)  # what it said before it ended comes first
-            self._observe(events.Exited(news["rank"], news["status"], news["host"]))
+            for rank in news["ranks"]:
+                if (link := self._links.get(rank)) is not None:
+                    self._drain(link)  # what it said before it ended comes first
+                if "status" in news:
+                    self._observe(events.Exited(rank, news["status"], news["host"]))
+            if "stops" in news:
+                lost = tuple(news["ranks"])
+                self._observe(events.HostLost(news["host"], lost, news["stops"]))
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
