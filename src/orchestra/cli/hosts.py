@@ -78,6 +78,8 @@ def _attempt(
             require_shared(hosts, first, options.out)
         variables = {FOLDER_VARIABLE: str(folders[-1]), **restarts.begin(hosts, first, options.out)}
         tell(", ".join(f"{p.name} ({meeting.addresses[p.name]}): {_ranks(p)}" for p in places))
+        where = "" if facts[first].machine == here.machine else f", on {first}"
+        tell(f"progress: orchestra watch {options.out}{where}")
         command = _command(options, experiment, run, variables)
         try:
             status = run_on(hosts, places, meeting, command)
