@@ -42,6 +42,8 @@ SPINNING_SECONDS = 0.5
 LATE, THIN = 1.25, 0.8
 """A pair with this many times the latency, or this part of the bandwidth, of its links is
 reported."""
+LATE_SECONDS = 50e-6
+"""Below these the processors' own variation is larger."""
 
 
 @dataclass(frozen=True)
@@ -267,19 +269,30 @@ def _rounded(bandwidth: float, latency: float) -> Link:
 def _unexplained(names: Sequence[str], own: Sequence[tuple[Link, Link]], links: Links) -> list[str]:
     """Return a remark for each pair of nodes that is slower than their `own` links."""
     found = []
+    # Noise can make the own latency of a node as small as 0: no pair is as fast.
+    fastest = min((link.latency for link in links.values()), default=0.0)
     for (one, other), link in links.items():
         up, down = own[one][0], own[other][1]
         width = min(up.bandwidth, down.bandwidth)
-        latency = up.latency + down.latency
-        text = f"{names[one]} to {names[other]} is slower than their links:"
+        latency = max(up.latency + down.latency, fastest)
+        text = _slower_text(names[one], names[other])
         if link.bandwidth < THIN * width:
             figures = (BANDWIDTH.write(float(f"{x:.3g}")) for x in (link.bandwidth, width))
             found.append(f"{text} {', not '.join(figures)}")
-        # Below 50 us the processors' own variation is larger
-        if link.latency > LATE * latency + 50e-6:
+        if link.latency > LATE * latency + LATE_SECONDS:
             figures = (SECONDS.write(float(f"{x:.2g}")) for x in (link.latency, latency))
-            found.append(f"{text} a message takes {', not '.join(figures)}")
+            text = late_text(names[one], names[other])
+            found.append(f"{text} {', not '.join(figures)}")
     return found
+
+
+def _slower_text(one: str, other: str) -> str:
+    return f"{one} to {other} is slower than their links:"
+
+
+def late_text(one: str, other: str) -> str:
+    """Return the beginning of a remark about the latency between two nodes."""
+    return f"{_slower_text(one, other)} a message takes"
 
 
 def names_of(machines: Sequence[MeasuredMachine]) -> list[str]:

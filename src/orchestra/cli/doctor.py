@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
@@ -97,6 +97,8 @@ def main(options: Namespace) -> int:
             raise RunFailed(f"{options.out}: not written, as the links could not be measured")
         write_atomically(options.out, findings.cluster)
     _print(findings, options.json)
+    if options.hosts is not None and not (options.json or findings.refused):
+        print(f"to train on these hosts: orchestra train FILE --hosts {options.hosts}")
     if options.out is not None and not options.json:
         print(f"cluster: {options.out}; orchestra simulate EXPERIMENT --cluster {options.out}")
     return 1 if findings.refused else 0
@@ -154,12 +156,47 @@ def _measure_links(hosts: Hosts, meeting: Meeting, findings: Findings) -> None:
     ]
     links = {(one, other): Link(*link) for one, other, *link in found["links"]}
     cluster, remarks = as_cluster("hosts", machines, links)
+    nodes = {name: node.name for name, node in zip(names, cluster.nodes, strict=True)}
+    remarks = _credible(remarks, nodes, findings.round_trips)
+    cores = {name: machine.cores for name, machine in zip(names, machines, strict=True)}
+    findings.warnings += _missing_cores(cores, findings.facts)
     date = datetime.now(UTC).isoformat(timespec="minutes")
     head = f"Measured by orchestra doctor on {date}: {TASK}, gradients of {BATCH} samples."
     lines = "".join(f"# {line}\n" for line in (head, *remarks))
     findings.cluster = lines + cluster_text(cluster)
     findings.links = {(names[i], names[j]): link for (i, j), link in links.items()}
     findings.warnings += [f"{line}: look at that path" for line in remarks if "slower" in line]
+
+
+def _credible(
+    remarks: Sequence[str],
+    nodes: Mapping[str, str],
+    round_trips: Mapping[tuple[str, str], float],
+) -> list[str]:
+    """Leave out remarks that a pair is late where its round trip is as short as others.
+
+    The shortest of several round trips is less disturbed by other programs than a message's time.
+    `nodes` are the names of hosts in the remarks.
+    """
+    from orchestra.calibration.machines import LATE, LATE_SECONDS, late_text
+
+    short = LATE * min(round_trips.values()) + LATE_SECONDS
+    calm = tuple(
+        late_text(nodes[one], nodes[other])
+        for (one, other), seconds in round_trips.items()
+        if seconds <= short
+    )
+    return [line for line in remarks if not line.startswith(calm)]
+
+
+def _missing_cores(found: Mapping[str, int], facts: Mapping[str, Facts]) -> Iterator[str]:
+    """Yield a warning for each host on which a process got fewer cores than are there."""
+    for name, cores in found.items():
+        if cores < facts[name].cores:
+            yield (
+                f"{name}: a process got {cores} of its {facts[name].cores} cores while it was "
+                "measured: it was busy, or has a quota; the cluster's file has what it got"
+            )
 
 
 def _measure(launched: Launched) -> int:

@@ -14,6 +14,7 @@ from tests.support.commands import run
 from tests.support.hosts import LINK, SshHosts, needs_sshd, ssh_hosts
 from tests.support.waiting import wait_until
 
+from orchestra.cli.doctor import _credible, _missing_cores
 from orchestra.cluster import load_cluster
 from orchestra.engines.hosts.doctor import warnings_of
 from orchestra.engines.hosts.facts import COMPILED, facts_here
@@ -64,6 +65,27 @@ def test_bad_input_is_refused(arguments: list[str], tmp_path: Path) -> None:
     ended = run(["doctor", *arguments], tmp_path)
     assert ended.status == 2
     assert len(ended.err.splitlines()) == 1
+
+
+def test_a_pair_with_a_short_round_trip_is_not_warned_of() -> None:
+    late = ["a to b is slower than their links: a message takes 220 us, not 60 us",
+            "a to c is slower than their links: a message takes 400 us, not 60 us",
+            "a to b is slower than their links: 40 Mbit/s, not 1 Gbit/s"]  # fmt: skip
+    seconds = {("a", "b"): 120e-6, ("b", "a"): 100e-6, ("a", "c"): 500e-6}
+    assert _credible(late, {name: name for name in "abc"}, seconds) == late[1:]
+
+
+def test_a_host_that_was_busy_is_told() -> None:
+    facts = {name: replace(facts_here(), cores=4) for name in "ab"}
+    (line,) = _missing_cores({"a": 4, "b": 1}, facts)
+    assert line.startswith("b: a process got 1 of its 4 cores while it was measured")
+
+
+def test_the_command_that_trains_on_the_hosts_is_told(tmp_path: Path) -> None:
+    ended = run(["doctor", "--hosts", "localhost"], tmp_path)
+    assert ended.status == 0, ended.err
+    last = ended.out.splitlines()[-1]
+    assert last == "to train on these hosts: orchestra train FILE --hosts localhost"
 
 
 @pytest.fixture(scope="module")

@@ -281,6 +281,7 @@ def test_hosts_train_together_with_a_module_of_the_users_own(
     assert ended.status == 0, ended.err
     wait_until(hosts.nothing_is_left, "nothing is left on any host")
     assert "b (10.0.0.2): 2 ranks" in ended.err
+    assert "progress: orchestra watch runs/tiny-ring-1" in ended.err
     assert "record: runs/tiny-ring-1" in ended.out
     (found,) = json.loads((tmp_path / "runs/tiny-ring-1/summary.json").read_text())["runs"]
     assert (found["status"], found["ranks"], found["steps"]) == ("completed", 3, 4)

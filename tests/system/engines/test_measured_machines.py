@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_two_sites_are_named_as_slower_than_the_links_of_their_nodes() -> None:
     across = "host0 to host2 is slower than their links: 40 Mbit/s, not 1 Gbit/s"
     assert across in remarks
     assert not [line for line in remarks if line.startswith("host0 to host1")]
+
+
+def test_a_late_pair_is_compared_with_the_fastest_one() -> None:
+    """With such latencies the own latency of the nodes 0 and 1 comes out as 0."""
+    pairs = itertools.combinations(range(4), 2)
+    late = dict.fromkeys(pairs, 60e-6) | {(0, 1): 220e-6, (2, 3): 120e-6}
+    links = {pair: Link(125e6, seconds) for pair, seconds in late.items()}
+    links |= {pair[::-1]: link for pair, link in links.items()}
+    _, remarks = as_cluster("found", machines(1, 1, 1, 1), links)
+    assert "host0 to host1 is slower than their links: a message takes 220 us, not 60 us" in remarks
 
 
 def test_one_machine_has_no_link_and_a_single_rank_no_loopback() -> None:
