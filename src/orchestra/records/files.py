@@ -23,6 +23,8 @@ SUMMARY = "summary.json"
 RUNS = "runs.json"  # of a comparison: the folders and names of its trials and runs
 TUNING = "tuning.json"
 TECHNIQUES = "techniques.json"  # of a comparison: rows that differ in one setting
+HOSTS_VARIABLE = "ORCHESTRA_HOSTS"
+"""The hosts of a run of `orchestra train --hosts`, as its user wrote them."""
 ENVIRONMENT = "environment.json"  # of a run: its machine, system and versions
 CURVE = "curve.jsonl"
 TRACE = "trace.json.gz"
@@ -93,6 +95,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        **({"hosts": hosts} if (hosts := os.environ.get(HOSTS_VARIABLE)) else {}),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": sys.argv,
         # A replay looks for the module of the task in these folders.

@@ -73,9 +73,12 @@ def costs_text(record: RunRecord) -> str:
 
 
 def machine_text(source: RunStore) -> str:
-    """Return the processor of a source and its cores; empty if unknown."""
+    """Return the processor of a source, its cores and its hosts; empty if unknown."""
     processor, cores = (source.environment.get(key) for key in ("processor", "cores"))
-    return f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
+    text = f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
+    if (hosts := source.environment.get("hosts")) is None:
+        return text
+    return f"hosts {hosts}" + f"; the first: {text}" * bool(text)
 
 
 def doubts(study: Study) -> Iterator[str]:

@@ -21,6 +21,10 @@ class HostRanks:
     name: str
     ranks: int = 1
 
+    def __str__(self) -> str:
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.ranks == 1 else f"{name}:{self.ranks}"
+
 
 def read_hosts(text: str) -> tuple[HostRanks, ...]:
     """Read "a,user@b:2,[fe80::1]:4".

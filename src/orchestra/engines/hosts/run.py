@@ -24,6 +24,7 @@ from orchestra.engines.processes.environment import (
 )
 from orchestra.engines.processes.system import handling, spaced
 from orchestra.errors import InputError, RankLost, RunFailed, tell
+from orchestra.records.files import HOSTS_VARIABLE
 
 LAUNCHER = "orchestra train --hosts"
 LEAVING_SECONDS = 10.0
@@ -34,7 +35,7 @@ _INTERRUPTED = (INTERRUPTED_STATUS, -signal.SIGINT)
 _PREFIXES = ("ORCHESTRA_", "GLOO_", "NCCL_", "TP_", "MLFLOW_", "WANDB_")
 _NAMES = ("OMP_NUM_THREADS", "PYTHONHASHSEED", "TORCH_CPP_LOG_LEVEL")
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each address without a host name
-_NOT_SENT = (HOST_VARIABLE, LAUNCHER_VARIABLE, NEWS_VARIABLE, NODE_VARIABLE)
+_NOT_SENT = (HOST_VARIABLE, LAUNCHER_VARIABLE, NEWS_VARIABLE, NODE_VARIABLE, HOSTS_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def _orders(
             LAUNCHER_VARIABLE: LAUNCHER,
             HOST_VARIABLE: meeting.addresses[place.name],
             NODE_VARIABLE: place.name,
+            HOSTS_VARIABLE: ",".join(map(str, places)),
             "WORLD_SIZE": str(total),
             "LOCAL_WORLD_SIZE": str(place.ranks),
         }
