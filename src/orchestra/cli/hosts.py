@@ -25,6 +25,7 @@ from orchestra.errors import InputError, RankLost, tell
 from orchestra.experiments.experiment import Experiment, alone, only_run
 from orchestra.experiments.file import FOLDER_VARIABLE, STANDARD_INPUT, to_yaml
 from orchestra.records.files import PARENT
+from orchestra.settings.reading import read_bytes, yaml_value
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run
 
@@ -102,6 +103,9 @@ def _planned(options: Namespace, places: Sequence[HostRanks]) -> tuple[Experimen
         raise InputError(f"--ranks: {options.ranks}, but --hosts has {total}; leave out --ranks")
     options.ranks = total
     experiment = resolve(options)
+    if (there := _ranks_in(options.experiment)) not in (None, total, [total]):
+        text = ", ".join(map(str, there)) if isinstance(there, list) else there
+        tell(f"ranks: {options.experiment} has {text}, --hosts has {total}: training with {total}")
     run = only_run(experiment, str(options.experiment or "command line"))
     if run.training.engine != "processes":
         raise InputError(f"--hosts: the engine {run.training.engine} runs here; leave out --hosts")
@@ -111,6 +115,14 @@ def _planned(options: Namespace, places: Sequence[HostRanks]) -> tuple[Experimen
             f"name hosts with {processes} in all"
         )
     return experiment, run
+
+
+def _ranks_in(path: Path | None) -> object:
+    """Return the ranks that the file of an experiment, which has been read, gives; else None."""
+    if path is None or str(path) == STANDARD_INPUT:
+        return None
+    document = yaml_value(read_bytes(path).decode(errors="replace"), str(path))
+    return document.get("ranks") if isinstance(document, dict) else None
 
 
 def _command(

@@ -29,7 +29,7 @@ from orchestra.records.record import Restart, RunRecord
 from orchestra.records.report import changes_in
 from orchestra.records.terminal import Terminal
 from orchestra.report.fairness import costs_text
-from orchestra.report.numbers import fixed, places_of
+from orchestra.report.numbers import count, fixed, places_of
 from orchestra.settings import read
 from orchestra.settings.base import from_plain
 from orchestra.settings.notation import bound
@@ -75,9 +75,11 @@ def _run(options: Namespace, launched: Launched | None, wish: StopWish) -> int:
 
     def tell_resumed(completed: RunRecord | None) -> None:
         if completed is None:
-            print(f"{folder}: going on with this run")
+            print(f"{folder}: going on with this run", flush=True)  # before those of ranks
             return
-        print(f"{folder}: this run was completed before; its record:")
+        asked = completed.asked.ranks
+        ranks = f" with {count('rank', asked)}" if asked != run.training.ranks else ""
+        print(f"{folder}: this run was completed before{ranks}; its record:", flush=True)
         if launched is not None:  # the other ranks wait to hear of it
             take_part(run, folder, launched, completed=completed)
 

@@ -46,6 +46,7 @@ LONG = [*TRAIN, "--set", "steps=100000", "--set", "snapshots=1", "--set", "check
 def test_hosts_have_a_rank_each_or_the_number_behind_the_colon() -> None:
     expected = (HostRanks("a"), HostRanks("me@b", 2), HostRanks("fe80::1", 4))
     assert read_hosts("a,me@b:2,[fe80::1]:4") == expected
+    assert ",".join(map(str, expected)) == "a,me@b:2,[fe80::1]:4"
 
 
 @pytest.mark.parametrize("text", ["", "a,", "a:0", "a:x", "a,b:2,a", "-oProxyCommand=x", "a b"])
@@ -71,6 +72,21 @@ def test_what_does_not_go_with_hosts_is_refused(
     assert ended.status == 2
     (line,) = ended.err.splitlines()
     assert message in line
+
+
+def test_hosts_with_another_number_of_ranks_than_the_file_are_told(tmp_path: Path) -> None:
+    (tmp_path / "own_task.py").write_text(OWN_TASK)
+    (tmp_path / "tiny.yaml").write_text(
+        "task: own_task:tiny\nstrategies: {ring: AllReduce}\nsteps: 2\nbatch_size: 4\nranks: 4\n"
+    )
+    found = run(["train", "tiny.yaml", "--hosts", "localhost:2", "--out", "out"], tmp_path)
+    assert found.status == 0, found.err
+    assert "orchestra: ranks: tiny.yaml has 4, --hosts has 2: training with 2\n" in found.err
+    environment = json.loads((tmp_path / "out/environment.json").read_text())
+    assert environment["hosts"] == "localhost:2"
+    page = run(["report", "out"], tmp_path)
+    assert page.status == 0, page.err
+    assert "hosts localhost:2; the first: " in (tmp_path / "out/report.html").read_text()
 
 
 # Checks ------------------------------------------------------------------------------------------
@@ -285,6 +301,8 @@ def test_hosts_train_together_with_a_module_of_the_users_own(
     assert "record: runs/tiny-ring-1" in ended.out
     (found,) = json.loads((tmp_path / "runs/tiny-ring-1/summary.json").read_text())["runs"]
     assert (found["status"], found["ranks"], found["steps"]) == ("completed", 3, 4)
+    environment = json.loads((tmp_path / "runs/tiny-ring-1/environment.json").read_text())
+    assert environment["hosts"] == "a,b:2"
 
 
 def running(hosts: SshHosts, command: Started, tmp_path: Path) -> None:

@@ -111,7 +111,11 @@ def test_the_same_command_resumes_and_then_shows_its_record(
     assert entry["parameters_sha256"] == whole("ring")[1].learned.parameters_sha256
     again = run(command(SYNCHRONOUS["ring"], out), tmp_path)
     assert (again.status, again.err) == (0, "")
-    assert "this run was completed before" in again.out
+    assert "this run was completed before; its record:" in again.out
+    (ranks,) = json.loads((out / "summary.json").read_text())["runs"]
+    fewer = run([*command(SYNCHRONOUS["ring"], out), "--ranks", "1"], tmp_path)
+    assert fewer.status == 0, fewer.err
+    assert f"this run was completed before with {ranks['ranks']} ranks; its record:" in fewer.out
 
 
 def test_a_different_experiment_is_refused(whole: Callable[[str], Whole], tmp_path: Path) -> None:
