@@ -56,7 +56,8 @@ class Style:
 class Study:
     """The rows of a report, on which everything on its page depends.
 
-    `baseline`, from which differences are taken, is a label or a row's name; None: one process.
+    `baseline`, from which differences are taken, is a label, a row's name, or that of
+    a folder with one row; None: one process.
     `InputError` is raised if there is no such row.
     """
 
@@ -66,6 +67,10 @@ class Study:
     def __post_init__(self) -> None:
         known = {row.label for row in self.rows} | {row.name for row in self.rows}
         if self.baseline is not None and self.baseline not in known:
+            own = [row for row in self.rows if row.source.folder.name == self.baseline]
+            if len(own) == 1:
+                object.__setattr__(self, "baseline", own[0].name)
+                return
             raise InputError(
                 f"--baseline: no row {self.baseline!r}; {nearest(self.baseline, known)}"
             )

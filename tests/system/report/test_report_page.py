@@ -22,8 +22,9 @@ from tests.support.pages import Page, Shown
 
 from orchestra.cli.main import main
 from orchestra.errors import InputError
-from orchestra.records.store import write_summary
+from orchestra.records.store import collect, write_summary
 from orchestra.report.page import write_report
+from orchestra.report.study import Study
 
 EVIL = "<img src=x onerror=alert(1)>'\""
 
@@ -396,6 +397,9 @@ def test_the_command_writes_into_the_folder_itself(
     assert (tmp_path / "one" / "report.html").exists()
     assert main(["report", "one", str(whole)]) == 0
     assert capsys.readouterr().out == "report/report.html\n"
+    keep(tmp_path / "two", [record("server")])
+    assert main(["report", "one", "two", "--baseline", "one", "--out", "both"]) == 0
+    assert Study(collect([Path("one"), Path("two")]), "one").baseline == "ring"
     assert main(["report", "one", "--out", "there"]) == 0
     assert (tmp_path / "there" / "report.html").exists()
 

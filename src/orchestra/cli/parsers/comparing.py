@@ -124,7 +124,8 @@ def report() -> Parser:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder")
     out_folder = "where to (default: the folder itself if there is one, else report)"
     parser.option("--out", "DIR", out_folder, type=Path)
-    baseline = "the row that differences refer to (default: one process with all cores)"
+    baseline = "the row that differences refer to, or its folder's name (default: one process with "
+    baseline += "all cores)"
     parser.option("--baseline", "LABEL", baseline)
     parser.flag("--csv", "write the table as table.csv, too")
     parser.flag("--latex", "write it as table.tex, for booktabs")
