@@ -28,6 +28,7 @@ from orchestra.records.store import RunFolder
 
 Records = Mapping[Place, Sequence[RunRecord]]
 MEASURED = Path(__file__).parents[2] / "docs" / "report" / "data" / "measured.json"
+ROUNDING = 1e-12  # of differences of figures
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "open"
 
 
@@ -136,7 +137,7 @@ def _blank(claim: Claim, pairs: Sequence[object]) -> dict[str, Any]:
         "figure": claim.figure,
         "lower": claim.lower.label,
         "than": claim.than.label,
-        "comparisons": sorted({claim.lower.comparison, claim.than.comparison}),
+        "comparisons": [claim.lower.comparison, claim.than.comparison],
         "cluster": claim.lower.cluster,
         "ranks": claim.lower.ranks,
         "margin": claim.margin,
@@ -228,10 +229,15 @@ def _verdict(test: Mapping[str, Any]) -> str:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Return a number that JSON has, with seven significant digits; infinities as text."""
+    """Return a number that JSON has, with seven significant digits; infinities as text.
+
+    What is left of the difference of two equal sums is 0.
+    """
     if value is None or math.isnan(value):
         return None
-    return float(f"{value:.7g}") if math.isfinite(value) else f"{value}"
+    if not math.isfinite(value):
+        return f"{value}"
+    return 0.0 if abs(value) < ROUNDING else float(f"{value:.7g}")
 
 
 def _end(value: float | str | None, sign: int) -> float:
