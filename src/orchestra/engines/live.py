@@ -198,14 +198,17 @@ class Progress:
     finished run is one line. Silent with `quiet`.
     """
 
-    def __init__(self, total: int, *, quiet: bool = False) -> None:
+    def __init__(
+        self, total: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.quiet = quiet
         self.interrupted = False  # by Ctrl-C during a run
         self.what = ""  # the name of the run under way
         self._total = total
         self._done = 0
         self._seconds: list[float] = []
-        self._began = self._run_began = time.monotonic()
+        self._clock = clock
+        self._began = self._run_began = clock()
         self.live = _bars() if sys.stderr.isatty() and not quiet else None
 
     def __enter__(self) -> Self:
@@ -226,12 +229,12 @@ class Progress:
     def begin(self, what: str) -> None:
         """Show that the run named `what` begins."""
         self.what = what
-        self._run_began = time.monotonic()
+        self._run_began = self._clock()
         self._show()
 
     def finish(self, outcome: str, *, failed: bool = False) -> None:
         """Show that the run has ended; `outcome` says how, in one line."""
-        self._seconds.append(time.monotonic() - self._run_began)
+        self._seconds.append(self._clock() - self._run_began)
         if failed or self.live is None:
             self._print(f"{self._done + 1}/{self._total} {self.what}: {outcome}")
         self.skip()
@@ -255,7 +258,7 @@ class Progress:
         return f"run {min(self._done + 1, self._total)} of {self._total}"
 
     def _text(self) -> str:
-        now = time.monotonic()
+        now = self._clock()
         text = f"{clock_text(now - self._began)} elapsed"
         if self._seconds:
             mean = sum(self._seconds) / len(self._seconds)

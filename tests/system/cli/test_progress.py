@@ -108,10 +108,25 @@ def test_a_terminal_has_a_bar_over_all_and_one_of_the_run(
     text = terminal.getvalue()
     for words in ("run 1 of 3", "run 2 of 3", "run 3 of 3", "loss 0.2500"):
         assert words in text, words
-    assert re.search(r"(\d:\d\d) elapsed, about \1 left", text)
+    assert re.search(r"\d:\d\d elapsed, about \d:\d\d left", text)
     assert "ring, 1 rank, seed 0: resumed" in text
     assert "3/3 ring, 1 rank, seed 1: failed: rank 0 is gone" in text
     assert "accuracy 0.9" not in text, "a run that went well needs no line there"
+
+
+def test_what_is_left_follows_from_the_mean_of_the_runs_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    now = 0.0
+    with Progress(3, clock=lambda: now) as progress:
+        progress.begin("ring")
+        now = 10.0
+        progress.finish("accuracy 0.9")
+        progress.begin("server")
+        now = 14.0
+        text = "0:14 elapsed, about 0:16 left"
+        wait_until(lambda: text in terminal.getvalue(), "the line of all runs")
 
 
 def test_on_80_columns_nothing_of_a_runs_line_is_cut_but_its_name(
