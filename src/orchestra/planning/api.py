@@ -302,6 +302,7 @@ def more_time(run: Run, emulated: Cluster | None, seconds: float = 0.0) -> str:
 def device_of(given: Device, cluster: Cluster, nodes: Sequence[str]) -> Device:
     """Return where the model of a run on `nodes` lives: on their devices, else as `given`."""
     devices = [node.devices for node in cluster.nodes if node.name in nodes]
+    assert devices
     # With cuda the command says so where a GPU is missing; with auto it would take the processor
     return "cuda" if all(devices) else "auto" if any(devices) else given
 
