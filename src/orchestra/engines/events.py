@@ -140,7 +140,7 @@ class ForkServerLost:
 
 
 @dataclass(frozen=True)
-class HostLost:
+class HostGone:
     """The launcher has lost its connection to a host, whose ranks therefore end; `stops`: all
     others are to stop, too."""
 
@@ -149,7 +149,7 @@ class HostLost:
     stops: bool
 
 
-Event = OfRank | Interrupted | Terminated | ForkServerLost | HostLost
+Event = OfRank | Interrupted | Terminated | ForkServerLost | HostGone
 
 # Instructions -------------------------------------------------------------------------------
 

@@ -224,7 +224,7 @@ class FailureDetector:
             self._signalled(f"{STOPPING}; press Ctrl-C again to end at once")
         elif isinstance(event, events.Terminated):
             self._terminated(event)
-        elif isinstance(event, events.HostLost):
+        elif isinstance(event, events.HostGone):
             self._lose_host(event)
         elif isinstance(event, events.ForkServerLost):
             self._fail(event.how, loss=event.by_signal)
@@ -297,7 +297,7 @@ class FailureDetector:
             self.terminated = True
             self._stop_by = self._now + (1 - RESERVE) * self.limits.grace
 
-    def _lose_host(self, event: events.HostLost) -> None:
+    def _lose_host(self, event: events.HostGone) -> None:
         """Name the connection as the cause of what follows; stop in good order if that can be."""
         lost = [self._members[rank] for rank in event.ranks if rank in self._members]
         for member in lost:

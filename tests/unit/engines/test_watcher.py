@@ -22,7 +22,7 @@ from orchestra.engines.events import (
     Failure,
     Finished,
     Heartbeat,
-    HostLost,
+    HostGone,
     Instruction,
     Interrupted,
     Joined,
@@ -581,7 +581,7 @@ def test_a_host_that_is_cut_off_stops_the_run_and_is_named() -> None:
     story = Story(children=False, follows=True)
     assert story.tell(Terminated(2)) == [Stop()]
     notice = Notice("c: the ssh connection has ended; stopping in good order")
-    assert notice in story.tell(HostLost("c", (2,), stops=True))
+    assert notice in story.tell(HostGone("c", (2,), stops=True))
     story.pass_time(3)
     assert story.detector.notices == [notice.text]
     story.tell(Disconnected(2))
@@ -591,11 +591,11 @@ def test_a_host_that_is_cut_off_stops_the_run_and_is_named() -> None:
 def test_the_loss_of_a_host_is_the_cause_whichever_end_is_seen_first() -> None:
     story = Story(children=False, follows=True)
     story.tell(Disconnected(2))
-    story.tell(HostLost("c", (2,), stops=True))
+    story.tell(HostGone("c", (2,), stops=True))
     assert story.cause == "rank 2 on host is lost: the ssh connection to host has ended"
     assert story.detector.notices == []
     absent = FailureDetector(2, LIMITS, start=0.0, children=False, follows=True)
-    absent.observe(1.0, HostLost("c", (1,), stops=True))
+    absent.observe(1.0, HostGone("c", (1,), stops=True))
     assert absent.cause == "rank 1 on c is lost: the ssh connection to c has ended"
 
 

@@ -375,7 +375,7 @@ class Watcher:
                     self._observe(events.Exited(rank, news["status"], news["host"]))
             if "stops" in news:
                 lost = tuple(news["ranks"])
-                self._observe(events.HostLost(news["host"], lost, news["stops"]))
+                self._observe(events.HostGone(news["host"], lost, news["stops"]))
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
